@@ -131,7 +131,8 @@ class Topology:
             kind: the collective (one of `costmodel.COLLECTIVES`) whose measured figures to take, where there are any.
 
         Raises:
-            TopologyError: a size is less than 1, the product of the sizes is not `devices`, or the mesh has no such axis.
+            TopologyError: a size is less than 1, the product of the sizes is not `devices`, or the mesh has no such axis or
+                an axis is given twice.
         """
         shape, along = _wholes(mesh_shape, "the mesh"), _wholes(axes, "axes")
         if not shape or min(shape) < 1 or math.prod(shape) != self.devices:
@@ -142,8 +143,8 @@ class Topology:
             )
         if kind is not None and kind not in COLLECTIVES:
             raise TopologyError(f"no collective is called {shown(kind)}; choose {', '.join(COLLECTIVES)}")
-        if along and not 0 <= min(along) <= max(along) < len(shape):
-            raise TopologyError(f"axes {along}: mesh {shape} has the axes 0 to {len(shape) - 1}")
+        if along and not (0 <= min(along) <= max(along) < len(shape) and len({*along}) == len(along)):
+            raise TopologyError(f"axes {along}: mesh {shape} has the axes 0 to {len(shape) - 1}, each of them once")
         return group_link(self.levels, shape, along, kind, self.device.contention)
 
     def resized(self, devices: int) -> Topology:
@@ -164,7 +165,7 @@ class Topology:
                 there are more than 262,144 devices.
         """
         what = f"topology {shown(self.name)}: the number of devices"
-        whole(devices, what, least=-MOST_DEVICES, most=MOST_DEVICES, error=TopologyError)
+        whole(devices, what, most=MOST_DEVICES, error=TopologyError)
         if devices == self.devices:
             return self
         inner, sizes = 1, [1] * len(self.levels)

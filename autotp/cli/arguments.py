@@ -152,6 +152,7 @@ def call_factory(
     """`load_model` for a factory that was found already; ``spec`` is for messages."""
     name, output = spec.rpartition(":")[2], (sys.stdout, sys.stderr)
     called = f"{name[:80]}()" if name.isidentifier() else "making the model"
+    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # which the options' relative paths begin at
     try:
         made = factory(devices=devices) if takes_devices(factory) else factory()
     except (AutotpError, KeyboardInterrupt):
@@ -160,6 +161,8 @@ def call_factory(
         raise ModelSpecError(f"--model {shown(spec)}: {called} raised {described(error)}") from error
     finally:
         sys.stdout, sys.stderr = output
+        os.fchdir(here)
+        os.close(here)
     if any(stream is not None and stream.closed for stream in output):
         raise ModelSpecError(f"--model {shown(spec)}: {called} closes the standard output, which the plan is printed on")
     try:
@@ -212,6 +215,8 @@ def _options_of(spec: str, text: str) -> dict[str, str]:
         name, equals, value = part.partition("=")
         if not equals or not text.startswith(":"):
             raise ModelSpecError(f"--model {shown(spec)}: expected options such as config.json:batch=16,sequence=4096")
+        if name.strip() in found:
+            raise ModelSpecError(f"--model {shown(spec)}: {shown(name.strip())} is given twice")
         found[name.strip()] = value.strip()
     return found
 

@@ -56,6 +56,8 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         import transformers
     except ImportError as error:
         raise AutotpError(f"--model {file}: a config file needs transformers: pip install transformers") from error
+    if not data.get("model_type"):
+        raise AutotpError(f"--model {file}: not a config of transformers: it has no model_type")
     try:
         # Not by the file's name: transformers would look for what is missing on the network.
         config = transformers.CONFIG_MAPPING[data.get("model_type")].from_dict(data)

@@ -73,6 +73,11 @@ def inspect_command(
     forms = {"--code": code, "--dot": dot, "--graph": graph, "--html": html, "--json": as_json and graph is None}
     if len(asked := [option for option, given in forms.items() if given]) > 1:
         raise AutotpError(f"{' and '.join(asked)} show a plan in different forms: give one of them")
+    selecting = {"--op": op, "--module": module, "--collectives": collectives, "--unsharded": unsharded, "--top": top}
+    of_all = {"--code", "--html"}.intersection(asked)
+    for option, given in selecting.items():
+        if given not in (None, False) and (of_all or (graph is not None and option in ("--module", "--unsharded"))):
+            raise AutotpError(f"{option} selects nothing of what {asked[0]} shows: leave it out")
     check_timeline(timeline, html)
     loaded = Plan.load(plan)
     with working("reading the plan"):

@@ -59,7 +59,8 @@ def _shown(found: Verification) -> RenderableType:
         colour = "green" if error <= found.tolerance else "yellow" if name in found.ill_conditioned else "red"
         table.add_row(name, Text(f"{error:.2e}", style=colour))
     if found.departure is None:
-        agree = f": {found.compared} values and gradients agree to {found.tolerance:.0e}"
+        compared = "values and gradients" if found.gradients else "values (there are no gradients)"
+        agree = f": {found.compared} {compared} agree to {found.tolerance:.0e}"
         said = Text.assemble(("correct", "green"), agree)
     else:
         at = found.departure

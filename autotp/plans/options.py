@@ -277,7 +277,7 @@ class Options:
 
 
 def _check_recompute(way: str | Sequence[str]) -> None:
-    names = not isinstance(way, str) and isinstance(way, Sequence) and all(isinstance(name, str) for name in way)
+    names = not isinstance(way, str) and isinstance(way, Sequence) and all(isinstance(name, str) and name for name in way)
     if not names and way not in RECOMPUTE:
         raise AutotpError(
             f"recompute={shown(way)} is unknown; choose one of {', '.join(RECOMPUTE)}, or give a list of modules' names"

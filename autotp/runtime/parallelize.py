@@ -82,7 +82,7 @@ def parallelize(
 
     Args:
         model: any module that ``torch.export`` takes, unmodified; it may be on ``meta``.
-        topology: the machine; by default ``Topology.local()``.
+        topology: the machine; by default the plan's, or ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank, plain or as a ``DTensor``.
         plan: a plan made before; left out, one is made with the options that follow.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
@@ -152,14 +152,12 @@ def parallelize(
         raise AutotpError(f"topology {shown(topology)}: give a preset's name, the path of a .toml file, or a Topology")
     if not isinstance(max_programs, int) or max_programs < 1:
         raise AutotpError(f"max_programs={shown(max_programs)}: give a positive number")
-    kept = outputs if plan is None else plan.outputs
+    kept, seen = (outputs, observe or ()) if plan is None else (plan.outputs, plan.observe)
     if outputs is not None and outputs != kept:
         raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
-    seen = (observe or ()) if plan is None else plan.observe
     if plan is not None and observe is not None and not (isinstance(observe, Sequence) and tuple(observe) == tuple(seen)):
-        raise AutotpError(
-            f"observe={shown(observe)}, but the plan is for observe={[*seen]}: leave observe out, or plan with it"
-        )
+        planned = f"observe={[*seen]}: leave observe out, or plan with it"
+        raise AutotpError(f"observe={shown(observe)}, but the plan is for {planned}")
     options = Options(
         strategy,
         mesh=mesh,
@@ -192,9 +190,7 @@ def parallelize(
         return capture(model, args, kwargs, asked, Options.outputs if kept is None else kept, seen)
 
     def decide(graph: Captured) -> Plan:
-        if plan is not None:
-            return _for_all_processes(plan)
-        return _planned(graph, topology, options)
+        return _planned(graph, topology, options) if plan is None else _for_all_processes(plan, topology)
 
     split = () if inputs == "global" else None
 
@@ -339,9 +335,12 @@ def _planned(captured: Captured, topology: Topology | str | None, options: Optio
     return plan_captured(captured, machine, options)
 
 
-def _for_all_processes(plan: Plan) -> Plan:
-    """The plan, if as many processes run as it has devices."""
+def _for_all_processes(plan: Plan, topology: Topology | str | None) -> Plan:
+    """The plan, if it is for the machine, where that is given, and as many processes run as it has devices."""
     devices = dist.get_world_size()
+    if topology is not None and machine_of(topology) != plan.topology:
+        planned = f"{plan.topology.name!r} of {plan.devices} devices: leave topology out, or plan for it"
+        raise PlanMismatchError(f"topology={shown(topology)}, but the plan is for {planned}")
     if plan.devices != devices:
         raise PlanMismatchError(
             f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "

@@ -286,6 +286,12 @@ def test_links_stay_within_the_levels(sizes, random):
         assert 0 < link.bandwidth <= 64 and (link.latency > 0) == (link.size > 1)
 
 
+@pytest.mark.parametrize("axes", [(0, 0), (2,), (-1,)])
+def test_axes_that_a_mesh_does_not_have(axes):
+    with pytest.raises(TopologyError, match="has the axes 0 to 1, each of them once"):
+        BOXES.link((2, 4), axes)
+
+
 @pytest.mark.parametrize("mesh", [(3, 3), (8, 0), (-2, -4), (), (4,)])
 def test_meshes_that_do_not_fit(mesh):
     with pytest.raises(TopologyError, match="has 8 .*product is 8"):

@@ -440,7 +440,9 @@ def as_with_other_modules():
     for wrong in ({"strategy": "data"}, {"mesh": (1, ranks)}, {"memory": 1e9}, {"constraints": ["query.weight=R@x"]}):
         with pytest.raises(autotp.AutotpError, match=f"{next(iter(wrong))}=.*but the plan is for"):
             autotp.parallelize(model, None, (x,), plan=plan, **wrong)
-    autotp.parallelize(model, None, (x,), plan=plan, strategy="zero3", mesh=[ranks])
+    with pytest.raises(autotp.PlanMismatchError, match="but the plan is for .* leave topology out, or plan for it"):
+        autotp.parallelize(model, autotp.Topology.load("ethernet-10g").resized(ranks), (x,), plan=plan)
+    autotp.parallelize(model, plan.topology, (x,), plan=plan, strategy="zero3", mesh=[ranks])
     for again in (autotp.plan, autotp.parallelize):
         with pytest.raises(autotp.AutotpError, match=r"distributed already, as its query\.weight is a DTensor"):
             again(parallel, autotp.Topology.local(), (x,))

@@ -211,6 +211,13 @@ def plans(run_cli, perceptron, tmp_path):
     return tmp_path, perceptron
 
 
+def test_code_goes_to_the_output_of_the_process(run_cli, plans, capfd):
+    folder, spec = plans
+    capfd.readouterr()
+    assert run_cli("inspect", folder / "megatron-1d.json", "--model", spec, "--code") == 0
+    assert "def forward" in capfd.readouterr().out
+
+
 def test_commands(run_cli, plans, capsys):
     folder, spec = plans
     plan = folder / "megatron-1d.json"
@@ -220,8 +227,8 @@ def test_commands(run_cli, plans, capsys):
     assert {row["module"] for row in rows} >= {"up", "down"}
     assert run_cli("inspect", plan, "--model", spec, "--module", "up") == 0
     assert "linear" in capsys.readouterr().out
-    assert run_cli("inspect", plan, "--model", spec, "--code") == 0
-    assert "def forward" in capsys.readouterr().out
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--module", "up") == 2
+    assert "--module selects nothing of what --graph shows" in capsys.readouterr().err
     assert run_cli("inspect", plan, "--model", spec, "--graph", "backward") == 0
     assert "of which nothing hides" in capsys.readouterr().out
     assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0

@@ -262,6 +262,8 @@ def test_a_wrong_model_is_an_error_not_a_traceback(
         (("--topology", "cpu", "--optimizer", "adam"), "adam"),
         (("--topology", "cpu", "--memory", "1 kB"), "no plan"),
         (("--topology", "cpu", "--save", "/no/such/folder/plan.json"), "--save /no/such/folder/plan.json"),
+        (("--topology", "cpu", "--html", "/no/such/folder/plan.html"), "--html /no/such/folder/plan.html"),
+        (("--topology", "cpu", "--recompute", ""), "recompute=[''] is unknown"),
     ],
 )
 def test_wrong_options_end_with_2(

@@ -67,6 +67,7 @@ def test_other_models(tmp_path, config, architecture, inputs):
         (":dtype=linear", "dtype=linear is not a dtype of torch"),
         (":device=cuda", "choose meta or cpu"),
         (":batch", "expected options such as"),
+        (":batch=4,batch=5", "'batch' is given twice"),
     ],
 )
 def test_wrong_options(run_cli, tmp_path, capsys, options, said):
