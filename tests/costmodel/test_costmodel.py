@@ -331,7 +331,8 @@ def test_resizing():
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"), [(6, "4 or 8 would fit"), (9, "8 or 12"), (0, "4 would fit|0 devices"), (-3, "-3")]
+    ("devices", "said"),
+    [(6, "4 or 8 would fit"), (9, "8 or 12"), (0, "is 0; it must be a whole number of at least 1"), (8.0, "is 8.0")],
 )
 def test_sizes_that_do_not_fit(devices, said):
     with pytest.raises(TopologyError, match=said):

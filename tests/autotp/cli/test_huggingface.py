@@ -85,7 +85,7 @@ def test_short_names_of_dtypes(tmp_path):
 def test_wrong_files(run_cli, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     for name, said in (
-        ("config.json", "not a config that transformers knows"),
+        ("config.json", "it has no model_type"),
         ("missing.json", "cannot be read: No such file"),
     ):
         assert run_cli("plan", "--model", tmp_path / name, "--topology", "dgx-h100") == 2
