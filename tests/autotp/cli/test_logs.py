@@ -22,6 +22,7 @@ def said(switch):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_silence_is_the_default():
     assert "autotp" not in said("")
 
