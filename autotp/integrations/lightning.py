@@ -18,14 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autotp.errors import AutotpError
-from autotp.integrations.training_state import load_optimizer, reading, require_global, set_optimizer
+from autotp.integrations.training_state import load_optimizer, optimizer_state, reading, require_global, set_optimizer
 from autotp.runtime.agreement import told
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import staged
@@ -229,11 +228,9 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, as parts by names, or the whole as in one process; a collective call."""
-        state = get_optimizer_state_dict(
-            self.lightning_module, getattr(optimizer, "_optimizer", optimizer), options=self._options()
-        )
+        state = optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer), self._options())
         if self._sharded or not state:
-            return dict(state)
+            return state
         return _renamed(state, {name: number for number, name in enumerate(_stepped(state))})
 
     def _options(self) -> StateDictOptions:

@@ -24,7 +24,7 @@ from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.module import DistributedModule
 
 __all__ = [
-    *("RANDOM", "load_optimizer", "load_random", "reading", "require_global", "save_optimizer"),
+    *("RANDOM", "load_optimizer", "load_random", "optimizer_state", "reading", "require_global", "save_optimizer"),
     "set_optimizer",
 ]
 
@@ -59,7 +59,23 @@ def save_optimizer(module: nn.Module, optimizer: Optimizer, directory: str | os.
         optimizer: torch's own, or one that has it as ``optimizer``, as accelerate's has.
         directory: of the checkpoint.
     """
-    dcp.save({"optimizer": get_optimizer_state_dict(module, _inner(optimizer))}, checkpoint_id=directory)
+    dcp.save({"optimizer": optimizer_state(module, _inner(optimizer))}, checkpoint_id=directory)
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """An optimizer's state by parameters' names; before its first step, it is empty, as that of torch's optimizers.
+
+    Args:
+        module: whose parameters it steps.
+        optimizer: torch's own.
+        options: of torch's ``get_optimizer_state_dict``, which would make a step, and count it.
+    """
+    new = not optimizer.state
+    state = get_optimizer_state_dict(module, optimizer, options=options)
+    if new:
+        optimizer.state.clear()
+        state["state"] = {}
+    return state
 
 
 def load_optimizer(
@@ -94,7 +110,7 @@ def load_optimizer(
         if stepped and any(key.startswith(f"{name}.state.{each}.") for key in saved):
             raise AutotpError(f"the optimizer has stepped without {each}, of which {directory} has a state: load a new one")
     kept = {each: held for each, held in states.items() if any(f"{name}.state.{each}.{key}" in saved for key in held)}
-    state["state"] = kept or states
+    state["state"] = kept
     with reading(directory, "state of the optimizer"):
         dcp.load({name: state}, checkpoint_id=directory)
     for group, settings in zip(groups, later, strict=True):

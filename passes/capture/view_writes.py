@@ -35,7 +35,10 @@ __all__ = [
 
 aten = torch.ops.aten
 #: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
-_CONTIGUOUS_ON_CPU = frozenset({aten.log_sigmoid.default, aten.batch_norm.default, aten.rrelu.default})
+_CONTIGUOUS_ON_CPU = frozenset({
+    aten.log_sigmoid.default, aten.batch_norm.default, aten.rrelu.default,
+    aten.angle.default,  # of complex numbers
+})  # fmt: skip
 #: Kernels with the strides of their operands, where torch's fake ones have contiguous results.
 _LIKE_OPERANDS = frozenset({
     aten.copysign.Tensor, aten.floor_divide.default, aten.xlogy.Tensor, aten.roll.default, aten.channel_shuffle.default,
@@ -170,9 +173,10 @@ def _scattered(
     return build.emit(aten.view_as_complex.default, (written,), like=like)
 
 
-def as_computed(target: Any, value: Any) -> Any:
+def as_computed(target: Any, args: Sequence[Any], value: Any) -> Any:
     """The fake result of an operator, with the strides of its kernel's."""
-    if target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu":
+    real = target is aten.angle.default and not args[0].is_complex()
+    if target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu" or real:
         return value
     last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
     return value if last and target is aten.batch_norm.default else value.contiguous()
@@ -188,7 +192,7 @@ def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
         if node.op != "call_function" or not (otherwise or changed.intersection(node.all_input_nodes)):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        value = _like_operands(build, target, args, as_computed(target, build.run(node.target, args, kwargs)))
+        value = _like_operands(build, target, args, as_computed(target, args, build.run(node.target, args, kwargs)))
         if _strides(value) != _strides(node.meta["val"]):
             node.meta["val"] = value
             changed.add(node)
@@ -289,7 +293,8 @@ def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
     """
     value = root.meta["val"]
     permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
-    if as_computed(root.target, value) is value and not permuted:
+    given = map_arg(root.args, lambda n: n.meta["val"])
+    if as_computed(root.target, given, value) is value and not permuted:
         return
     if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node where it seems to copy nothing
         raise CaptureError(

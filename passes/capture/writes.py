@@ -155,7 +155,7 @@ class _Functionaliser:
 
     def call(self, node: fx.Node) -> None:
         shadow_args, shadow_kwargs = map_arg((node.args, node.kwargs), self.shadows.__getitem__)
-        self.shadows[node] = as_computed(node.target, self.build.run(node.target, shadow_args, shadow_kwargs))
+        self.shadows[node] = as_computed(node.target, shadow_args, self.build.run(node.target, shadow_args, shadow_kwargs))
         args, kwargs = map_arg((node.args, node.kwargs), self.current)
         if isinstance(node.target, OpOverload):
             if node.target is aten.batch_norm.default:

@@ -87,6 +87,19 @@ def test_a_checkpoint_from_before_there_was_a_scheduler(one_rank, tmp_path):
         load_optimizer(parallel, damaged, tmp_path / "optimizer")
 
 
+def test_a_save_before_the_first_step_is_no_step(one_rank, tmp_path):
+    x = torch.ones(2, 2)
+    parallel = autotp.parallelize(torch.nn.Linear(2, 2), None, (x,))
+    saving, loading = (torch.optim.AdamW(parallel.parameters(), lr=0.1) for _ in range(2))
+    save_optimizer(parallel, saving, tmp_path / "optimizer")
+    load_optimizer(parallel, loading, tmp_path / "optimizer")
+    for optimizer in (saving, loading):
+        assert not optimizer.state
+        parallel(x).sum().backward()
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+
+
 def test_an_optimizer_that_has_stepped_without_a_parameter(one_rank, tmp_path):
     x = torch.ones(2, 2)
     model = autotp.parallelize(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), None, (x,))

@@ -321,6 +321,20 @@ def test_a_write_to_what_only_a_real_kernel_lays_out_anew_is_refused() -> None:
     check(program(lambda self, y: nn.functional.logsigmoid(y).mul_(2)), image(4, 8))
 
 
+def test_writes_to_an_angle_of_complex_numbers():
+    def forward(self, y):
+        angle = torch.polar(y.t(), y.t()).angle() if self.complex else y.t().angle()
+        angle.contiguous().zero_()
+        return angle
+
+    made = program(forward)
+    made.complex = True
+    with pytest.raises(CaptureError, match="angle.*clone"):
+        capture(made, (image(4, 8),))
+    made.complex = False
+    check(made, image(4, 8))
+
+
 def test_inputs_keep_their_strides() -> None:
     """A copy of an expanded input has other strides, and what is contiguous then is not in the model."""
 
