@@ -128,7 +128,7 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
     def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **more: Any) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        _require_next_token(more, filled)
+        _require_next_token(more, filled, options)
         if len(input_ids) != batch:
             raise AutotpError(
                 f"{len(input_ids)} sequences, but the cache is for {batch}: beams and num_return_sequences are not "
@@ -200,8 +200,8 @@ def _require_prompts(input_ids: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _require_next_token(given: Mapping[str, Any], cache: Any) -> None:
-    """A call of the model is for the next token's logits, and with the cache."""
+def _require_next_token(given: Mapping[str, Any], cache: Any, options: Mapping[str, Any]) -> None:
+    """A call of the model is for the next token's logits, and with the cache; the module takes no other inputs."""
     wrong = ""
     if given.get("past_key_values") is not cache:
         wrong = "calls the model without the module's cache, as guidance_scale does"
@@ -209,6 +209,8 @@ def _require_next_token(given: Mapping[str, Any], cache: Any) -> None:
         wrong = "asks for the logits of several tokens, as assistant_model and prompt_lookup_num_tokens do"
     elif asked := [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]:
         wrong = f"asks for more than logits: {', '.join(asked)}"
+    elif other := [name for name in options if isinstance(given.get(name), Tensor)]:
+        wrong = f"passes {', '.join(other)} to the model"
     if wrong:
         raise AutotpError(f"generate {wrong}; the distributed module computes the next token's logits: leave it out")
 

@@ -76,10 +76,16 @@ class Sealed(nn.Module):
         self._data = {name: value for name, value in own.items() if is_data(value)}
         self._objects = own.keys() - self._data.keys()
         self._fixed = self._fixed | (methods(kind) - ours - _INSTEAD.keys())
-        if isinstance(self, kind):
-            found = self._data.keys() & self._attributes & defaults(kind).keys()
-            self._found = {name: as_it_was(self._data[name], self._named(name)) for name in found}
-            self.__dict__ |= self._found
+        self._put()
+
+    def _put(self) -> None:
+        """Puts its own data where the class's would be found first, unless forward has left something else there."""
+        if isinstance(self, self._kind):
+            names = self._data.keys() & self._attributes & defaults(self._kind).keys()
+            found = {name: as_it_was(self._data[name], self._named(name)) for name in names}
+            free = [name for name in found if vars(self).get(name, _GONE) is self._found.get(name, _GONE)]
+            self._found = found
+            self.__dict__ |= {name: found[name] for name in free}
 
     def _named(self, name: str) -> str:
         return f"{self._path}.{name}".lstrip(".")
@@ -118,6 +124,9 @@ class Sealed(nn.Module):
             raise AutotpError(
                 f"{path}.{name} was {was} when the model was captured, and is set to {shown(value)}: {UNCHANGED}"
             )
+        if not hasattr(type(self), name) and hasattr(setting := inspect.getattr_static(self._kind, name, None), "__set__"):
+            setting.__set__(self, value)  # which this is no instance of
+            return
         value = set_into(self._buffers.get(name), value, self._named(name)) if self._sealed else value
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
         super().__setattr__(name, value)
@@ -214,6 +223,7 @@ class Submodule(Sealed):
         """One with parameters and buffers of its own."""
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__ |= copy.deepcopy(self.__dict__, memo)
+        made._put()
         return made
 
     def train(self, mode: bool = True) -> Submodule:

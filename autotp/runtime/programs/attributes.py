@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import enum
 import functools
 import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -47,48 +50,51 @@ def methods(kind: type) -> frozenset[str]:
     return frozenset(name for name, value in _members(kind).items() if inspect.isroutine(value))
 
 
-class _Fixed:
-    """A container that refuses changes; ``why`` says why. Copies of it can be changed."""
+class FixedDict(dict[Any, Any]):
+    """A dict that refuses changes but takes what it has already; ``why`` says why."""
 
-    _plain: Any
-    why: str
-
-    def __init__(self, given: Any, why: str) -> None:
-        super().__init__(given)  # type: ignore[call-arg]
+    def __init__(self, given: Mapping[Any, Any], why: str) -> None:
+        super().__init__(given)
         self.why = why
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fixed:  # as part of a module
-        return type(self)(copy.deepcopy(self._plain(self), memo), self.why)
-
-    def __reduce__(self) -> Any:
-        return self._plain, (self._plain(self),)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise AutotpError(self.why)
-
-
-class FixedDict(_Fixed, dict[Any, Any]):
-    """A dict, which takes what it has already."""
-
-    _plain = dict
-    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _Fixed._refuse  # type: ignore[assignment]
 
     def __setitem__(self, name: Any, value: Any) -> None:
         if name not in self or self[name] is not value:
             self._refuse()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:  # as part of a module
+        return type(self)(copy.deepcopy(dict(self), memo), self.why)
 
-class _FixedList(_Fixed, list[Any]):
-    _plain = list
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _Fixed._refuse  # type: ignore[assignment]
-    append = extend = insert = remove = pop = clear = sort = reverse = _Fixed._refuse  # type: ignore[assignment]
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise AutotpError(self.why)
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
-class _FixedSet(_Fixed, set[Any]):
-    _plain = set
-    __iand__ = __ior__ = __isub__ = __ixor__ = _Fixed._refuse  # type: ignore[assignment]
-    add = discard = remove = pop = clear = update = _Fixed._refuse  # type: ignore[assignment]
-    difference_update = intersection_update = symmetric_difference_update = _Fixed._refuse  # type: ignore[assignment]
+class _FixedData(FixedDict):
+    """One that was read. Copies of it are dicts like any other."""
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (tuple(self.items()),)  # which torch.load takes by default
+
+
+_CHANGING = (
+    *("__setitem__", "__delitem__", "__iadd__", "__imul__", "__ior__", "__iand__", "__isub__", "__ixor__"),
+    *("add", "append", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem", "remove", "reverse"),
+    *("setdefault", "sort", "update", "difference_update", "intersection_update", "symmetric_difference_update"),
+)
+
+
+class _Quiet:
+    """Classes that inherit from it first are made without what other bases do for those that inherit from them."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
 
 
 @functools.cache
@@ -96,16 +102,24 @@ def _read_only(kind: Any) -> Any:
     def refuse(_: Any, name: str, *__: Any) -> NoReturn:
         raise AutotpError(f"{kind.__name__}.{name} of a distributed module: {UNCHANGED}")
 
-    def copied(self: Any, _: Any) -> Any:
-        return object.__new__, (kind,), vars(self).copy()
+    def changed(*_: Any, **__: Any) -> NoReturn:
+        raise AutotpError(f"a {kind.__name__} of a distributed module: {UNCHANGED}")
 
-    own = {"__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": copied, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), own)
+    def copied(self: Any, protocol: Any) -> Any:
+        if not contains:
+            return object.__new__, (kind,), vars(self).copy()
+        how, args, *rest = kind.__reduce_ex__(self, max(2, int(protocol)))
+        return (kind, args[1:], *rest) if how is copyreg.__newobj__ else (kind, args, *rest)  # type: ignore[attr-defined]
+
+    contains = issubclass(kind, (dict, list, set))
+    own: dict[str, Any] = {"__setattr__": refuse, "__delattr__": refuse, "__reduce_ex__": copied}
+    own |= {name: changed for name in _CHANGING if contains and hasattr(kind, name)}
+    return type(kind)(kind.__name__, (_Quiet, kind), own | {"__module__": kind.__module__})
 
 
 def same(value: Any, was: Any) -> bool:
     """Whether a value is data as it was, or as `as_it_was` gives it."""
-    return getattr(value, "_plain", type(value)) is type(was) and bool(value == was)
+    return type(value) in (type(was), type(as_it_was(was, ""))) and value in (was, as_it_was(was, ""))
 
 
 def as_it_was(value: Any, name: str) -> Any:
@@ -115,15 +129,17 @@ def as_it_was(value: Any, name: str) -> Any:
         value: the data.
         name: of the attribute that has it, with its module's path, for errors.
     """
-    why = f"{name}: {UNCHANGED}"
-    if isinstance(value, dict):
-        return FixedDict({key: as_it_was(each, name) for key, each in value.items()}, why)
-    if isinstance(value, list):
-        return _FixedList((as_it_was(each, name) for each in value), why)
-    if isinstance(value, set):
-        return _FixedSet(value, why)
+    if type(value) is dict:
+        return _FixedData({key: as_it_was(each, name) for key, each in value.items()}, f"{name}: {UNCHANGED}")
+    if type(value) in (list, tuple):
+        return tuple(as_it_was(each, name) for each in value)
+    if type(value) is set:
+        return frozenset(value)
     if isinstance(value, (*_DATA, tuple, frozenset)) or callable(value):
         return value
-    made: Any = copy.copy(value)
-    made.__class__ = _read_only(made.__class__)
-    return made
+    try:
+        made: Any = copy.copy(value)
+        object.__setattr__(made, "__class__", _read_only(made.__class__))
+        return made
+    except Exception:  # noqa: BLE001 - of classes that are made otherwise
+        return _FixedData(value, f"{name}: {UNCHANGED}") if isinstance(value, dict) else copy.deepcopy(value)

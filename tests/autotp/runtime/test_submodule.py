@@ -1,8 +1,11 @@
 """What a distributed module has beside its parts, in a process group of one: data, methods, modes of the model's own."""
 
+import collections
 import copy
+import dataclasses
 import functools
 import pickle
+import types
 from contextlib import nullcontext
 from typing import ClassVar
 
@@ -65,7 +68,7 @@ def test_a_models_own_methods_act_on_the_distributed_module():
 
 def test_data_is_read_and_not_changed():
     parallel = autotp.parallelize(Net(), None, (X,), strategy="data")
-    assert parallel.names == ["a", "b"] and parallel.options == {"size": 1} and not hasattr(parallel, "modules_too")
+    assert parallel.names == ("a", "b") and parallel.options == {"size": 1} and not hasattr(parallel, "modules_too")
     for wrong in (
         lambda: parallel.options.update(size=2),
         lambda: setattr(parallel, "options", {}),
@@ -103,7 +106,7 @@ CHANGES = {
     "of the class": lambda block: setattr(block, "mode", "other"),
     "its own instead": lambda block: setattr(block, "scale", 1.0),
     "deleted": lambda block: delattr(block, "scale"),
-    "list": lambda block: block.names.append("b"),
+    "list": lambda block: setattr(block, "names", ["b"]),
     "inner dict": lambda block: block.table["inner"].update(k=2.0),
     "method": lambda block: setattr(block, "post", torch.relu),
 }
@@ -118,8 +121,73 @@ def test_data_of_classes_and_private_data(change, part):
         with pytest.raises(autotp.AutotpError, match="the graph cannot follow a"):
             CHANGES[change](block)
         block.names, block.mode = ["a"], "plain"  # as they are
-        assert (block.scale, block.names, block._gain) == (5.0, ["a"], 2.0)
+        assert (block.scale, block.names, block._gain) == (5.0, ("a",), 2.0)
     assert (Block.names, Block.table) == ([], {"inner": {"k": 1.0}})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    width: int = 4
+
+
+class Registered:
+    known: ClassVar = {}
+
+    def __init_subclass__(cls, *, key):
+        Registered.known[key] = cls
+
+
+class Settings(Registered, key="settings"):
+    def __init__(self):
+        self.factor = 2.0
+
+
+class Configured(nn.Module):
+    """Its data is of classes of many kinds, and the class has others in their place."""
+
+    sizes = settings = space = ordered = None
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.sizes, self.settings = nn.Linear(4, 4), Sizes(), Settings()
+        self.space, self.ordered = types.SimpleNamespace(bias=1.0), collections.OrderedDict(gain=3.0)
+        self.counts, self.dims = collections.Counter("aab"), [1, 2]
+
+    @property
+    def factor(self):
+        return self.settings.factor
+
+    @factor.setter
+    def factor(self, value):
+        self.settings.factor = value
+
+    def forward(self, x):
+        return self.linear(x) * self.settings.factor * self.ordered["gain"] + self.space.bias
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_data_of_many_kinds(part):
+    model = nn.Sequential(Configured()) if part else Configured()
+    parallel = autotp.parallelize(copy.deepcopy(model), None, (X,), strategy="data")
+    torch.testing.assert_close(copy.deepcopy(parallel)(X), parallel(X))
+    block = copy.deepcopy(parallel)[0] if part else copy.deepcopy(parallel)
+    assert (block.sizes.width, block.space.bias, block.factor, block.dims) == (4, 1.0, 2.0, (1, 2))
+    assert block.counts.most_common(1) == [("a", 2)] and Registered.known == {"settings": Settings}
+    for change in (
+        lambda: setattr(block.sizes, "width", 5),
+        lambda: setattr(block.settings, "factor", 5.0),
+        lambda: setattr(block, "factor", 5.0),
+        lambda: block.ordered.update(gain=5.0),
+        lambda: block.counts.update("a"),
+    ):
+        with pytest.raises(autotp.AutotpError, match="the graph cannot follow a change"):
+            change()
+    for copied in (copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        counts, options = copied(block.counts), copied(block.ordered)
+        counts.update("a")
+        options["gain"] = 5.0
+        assert (counts["a"], options["gain"], block.counts["a"], block.ordered["gain"]) == (3, 5.0, 2, 3.0)
+    assert dataclasses.replace(copy.copy(block.sizes), width=5) == Sizes(5)
 
 
 @pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, fully_shard, replicate])
