@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.label_smoother: Any = partial(self.label_smoother, shift_labels=shifts)
         if (config := getattr(shell, "config", None)) is not None:
             config.architectures = [type(shell).__name__]
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """As Trainer's own; a tokenizer's special tokens go to the configuration that is saved, as the module's stays."""
+        align = transformers.trainer.align_special_tokens
+        with mock.patch.object(transformers.trainer, "align_special_tokens", lambda _, own: align(self._shell, own)):
+            return super().train(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's, with an accelerator for distributed modules."""

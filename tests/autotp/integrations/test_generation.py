@@ -77,6 +77,7 @@ def test_what_the_cache_has_no_room_for():
     [
         ({"guidance_scale": 1.5}, "calls the model without the module's cache"),
         ({"prompt_lookup_num_tokens": 3}, "asks for the logits of several tokens"),
+        ({"position_ids": torch.arange(6)[None].repeat(2, 1) + 1}, "passes position_ids to the model"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "more than logits: output_hidden_states"),
     ],
 )

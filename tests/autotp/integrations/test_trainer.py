@@ -5,6 +5,7 @@ import sys
 
 import peft
 import pytest
+import tokenizers
 import torch
 import transformers
 from thinned import thinned
@@ -45,6 +46,26 @@ def test_arguments_as_they_are_by_default_are_accepted(tmp_path):
 def test_transformers_adafactor_is_refused(tmp_path):
     with pytest.raises(autotp.AutotpError, match="Adafactor takes no DTensor"):
         _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="adafactor"))
+
+
+def test_a_tokenizers_special_tokens_are_saved(one_rank, tmp_path):
+    config = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, use_cache=False))
+    ids = torch.randint(8, (2, 4))
+    example = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(1.0)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<pad>": 7}, unk_token="a"))
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(
+        autotp.parallelize(model, kwargs=example),
+        args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>"),
+    )
+    trainer.train()
+    trainer.save_model()
+    assert transformers.AutoConfig.from_pretrained(tmp_path).pad_token_id == 7
 
 
 @pytest.mark.slow
