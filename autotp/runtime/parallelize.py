@@ -338,9 +338,10 @@ def _planned(captured: Captured, topology: Topology | str | None, options: Optio
 def _for_all_processes(plan: Plan, topology: Topology | str | None) -> Plan:
     """The plan, if it is for the machine, where that is given, and as many processes run as it has devices."""
     devices = dist.get_world_size()
-    if topology is not None and machine_of(topology) != plan.topology:
-        planned = f"{plan.topology.name!r} of {plan.devices} devices: leave topology out, or plan for it"
-        raise PlanMismatchError(f"topology={shown(topology)}, but the plan is for {planned}")
+    if topology is not None and (given := machine_of(topology)) != plan.topology:
+        one, other = (f"{each.name!r} of {each.devices} devices" for each in (given, plan.topology))
+        why = f"but the plan is for {other}{', with other figures' * (one == other)}: leave topology out, or plan for it"
+        raise PlanMismatchError(f"topology is {one}, {why}")
     if plan.devices != devices:
         raise PlanMismatchError(
             f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), but {devices} processes run; start "
