@@ -50,8 +50,8 @@ __all__ = [
     "memory_of",
     "mesh_of",
     "native_output_on_stderr",
-    "save_plan",
     "output_option",
+    "save_plan",
     "topologies",
     "working",
 ]

@@ -60,7 +60,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         raise AutotpError(f"--model {file}: not a config of transformers: it has no model_type")
     try:
         # Not by the file's name: transformers would look for what is missing on the network.
-        config = transformers.CONFIG_MAPPING[data.get("model_type")].from_dict(data)
+        config = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
     except Exception as error:
         raise AutotpError(
             f"--model {file}: not a config that transformers knows ({type(error).__name__}: {str(error)[:_SAID]})"

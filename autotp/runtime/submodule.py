@@ -118,7 +118,7 @@ class Sealed(nn.Module):
         # What forward itself leaves there is not the model's.
         if name in self._attributes and vars(self).get(name, _GONE) is self._found.get(name, _GONE):
             own = self._data.get(name, _GONE)
-            if same(value, own):
+            if own is not _GONE and same(value, own):
                 return
             path, was = self._path or type(self).__name__, "something else" if own is _GONE else shown(own)
             raise AutotpError(

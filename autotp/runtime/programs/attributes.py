@@ -119,7 +119,8 @@ def _read_only(kind: Any) -> Any:
 
 def same(value: Any, was: Any) -> bool:
     """Whether a value is data as it was, or as `as_it_was` gives it."""
-    return type(value) in (type(was), type(as_it_was(was, ""))) and value in (was, as_it_was(was, ""))
+    kept = as_it_was(was, "")
+    return type(value) in (type(was), type(kept)) and value in (was, kept)
 
 
 def as_it_was(value: Any, name: str) -> Any:
