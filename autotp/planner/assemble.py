@@ -7,7 +7,7 @@ Operators, parameters and the model's outputs are nodes; inputs, buffers and con
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -204,9 +204,8 @@ class _Assembly:
         """Where something may rest: seconds of the optimizer's step there, and bytes of its state."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
-        fits = fitting(shape, rest.rows, self.mesh)
+        fits = fitting(shape, rest.rows, self.mesh) & restoring(rest.rows, self.mesh)
         fits &= ~((rest.rows != WHOLE) & (np.array(self.mesh) == 1)).any(axis=-1)
-        fits &= restoring(rest.rows, self.mesh)
         if not rest.parameter:
             found = np.where(fits, 0.0, np.inf)
             return lambda _: found, elements * rest.value.element_size()
@@ -235,8 +234,7 @@ class _Assembly:
             comes = ((rows >= 0) & (rows != wants)).any(axis=-1)
         regather |= comes & for_backward
         if edge.repeats and prices.train:
-            saved = edge.saved | edge.products
-            regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & saved
+            regather |= (edge.rows[:, None, :] != edge.wants[None, :, :]).any(axis=-1) & (edge.saved | edge.products)
         wanted = local_elements(shape, edge.wants, self.mesh) * itemsize
         memory = np.zeros(regather.shape)
         if edge.keeps and prices.train:
@@ -276,6 +274,7 @@ class _Weighing:
         self.assembly, self.weights = assembly, weights
         self.prices, self.mesh = assembly.prices, assembly.mesh
         self.tariffs: dict[tuple[bool, Weight, float], Tariff] = {}
+        self.known: dict[Hashable, np.ndarray] = {}
         for parameter, weight in itertools.product((False, True), {weights.forward, weights.backward, weights.reductions}):
             mine = [edge for edge in assembly.structure.edges if edge.parameter == parameter]
             sizes = list(dict.fromkeys(_size(edge, d) for edge in mine for d in (edge.cast.used, edge.cast.reduced)))
@@ -329,9 +328,13 @@ class _Weighing:
 
     def moving(self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
         """Weighted seconds from layouts to layouts."""
-        tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
         shape = tuple(edge.value.shape)
-        return self.assembly.structure.pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, pay)
+        key = edge.parameter, weight, shape, dtype.itemsize, have.tobytes(), want.tobytes()
+        if key not in self.known:  # many tensors of a model are alike
+            tariff, pay = self.tariffs[edge.parameter, weight, _size(edge, dtype)], self.pay(edge.parameter, weight)
+            pricer = self.assembly.structure.pricer
+            self.known[key] = pricer.seconds(shape, dtype.itemsize, have, want, self.mesh, tariff, pay)
+        return self.known[key]
 
     def pay(self, parameter: bool, weight: Weight) -> Collective:
         """What collectives of a pass cost, weighted, that move a parameter, or something else."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,20 +46,36 @@ class _Port:
 
 @dataclass
 class _Pair:
-    """One use of one tensor as a table ``phi`` between two nodes, over rows and columns of the tensor's ``cost`` for a
-    use; ``share``, as large, is this use's, once it is asked for.
+    """One use of one tensor as a table ``phi`` between two nodes, over rows and columns of the tensor's ``cost``, which
+    ``wanted`` uses of each column share, cut to ``big``; ``share``, as large, is this use's, once it is asked for.
     """
 
     nodes: tuple[int, int]
     ports: tuple[_Port, _Port]
-    phi: np.ndarray
     cost: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
+    wanted: np.ndarray
+    big: float
+    phi: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.phi = self._evenly()
+        if len(self.columns) < len(self.ports[1].starts):  # some of the use's strategies want nothing
+            self.phi = np.concatenate([self.phi, np.zeros((len(self.rows), 1))], axis=1)
 
     @functools.cached_property
     def share(self) -> np.ndarray:
-        return self.cost[np.ix_(self.rows, self.columns)]
+        return self._evenly()
+
+    def _evenly(self) -> np.ndarray:
+        cells, wanted = self.cost, self.wanted[self.columns]
+        if (len(self.rows), len(self.columns)) != cells.shape:
+            cells = cells[np.ix_(self.rows, self.columns)]
+        found = np.minimum(cells, self.big)
+        if wanted.max(initial=0) > 1:
+            found /= wanted
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,34 +141,31 @@ class Dual:
             self.before[pair.nodes[1 - low]].append((pair, 1 - low))
 
     def _split(self, tensor: Tensor) -> None:
-        cost = np.minimum(tensor.cost, self.big)
-        wanted = np.zeros(cost.shape[1])
-        for use in tensor.uses:
-            wants = np.zeros(cost.shape[1] + 1, dtype=bool)
-            wants[use.want] = True  # the last one is for those that want nothing, -1
-            wanted += wants[:-1]
-        cost /= np.maximum(wanted, 1.0)
+        width = tensor.cost.shape[1]
         have, rows = _port(tensor.have)
+        wants, wanted = [], np.zeros(width)
+        for use in tensor.uses:
+            want, columns = _port(np.where(use.want < 0, width, use.want))
+            real = columns[columns < width]
+            wanted[real] += 1.0
+            wants.append((want, real))
         made = []
         parts: list[_Part] = []
         self.parts.append(parts)
-        for use in tensor.uses:
+        for use, (want, real) in zip(tensor.uses, wants, strict=True):
             if use.node == tensor.producer:
-                own = np.where(use.want < 0, 0.0, cost[tensor.have, np.maximum(use.want, 0)])
+                at = np.maximum(use.want, 0)
+                cells = np.minimum(tensor.cost[tensor.have, at], self.big) / np.maximum(wanted[at], 1.0)
+                own = np.where(use.want < 0, 0.0, cells)
                 self.theta[use.node] = np.minimum(self.theta[use.node] + own, self.big)
                 parts.append(_Part(None, own))
                 continue
-            want, columns = _port(np.where(use.want < 0, cost.shape[1], use.want))
-            real = columns[columns < cost.shape[1]]
-            phi = cost[np.ix_(rows, real)]
-            if len(real) < len(columns):
-                phi = np.concatenate([phi, np.zeros((len(rows), 1))], axis=1)
-            pair = _Pair((tensor.producer, use.node), (have, want), phi, cost, rows, real)
+            pair = _Pair((tensor.producer, use.node), (have, want), tensor.cost, rows, real, wanted, self.big)
             made.append(pair)
             parts.append(_Part(pair, np.zeros(0)))
         self.pairs.extend(made)
         if len(made) > 1:
-            self.tables.append((made, cost.shape[1]))
+            self.tables.append((made, width))
 
     def bound(self) -> float:
         """The proven lower bound (1), in seconds."""

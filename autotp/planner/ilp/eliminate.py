@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotp.planner.ilp.deadline import NEVER, Deadline
-from autotp.planner.ilp.problem import Node, Problem, Tensor, Use
+from autotp.planner.ilp.problem import Node, Problem, Tensor, Use, classes
 
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
 
@@ -111,11 +111,11 @@ class Core:
 
 def _classes(columns: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Joint classes of several index arrays: the class of each strategy, and one strategy of each class."""
-    if len(columns) == 1:
-        _, first, joint = np.unique(columns[0], return_index=True, return_inverse=True)
-    else:
-        _, first, joint = np.unique(np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True)
-    return joint.reshape(-1), first
+    joint, first = classes(columns[0])
+    for column in columns[1:]:
+        other, of_class = classes(column)
+        joint, first = classes(joint * len(of_class) + other)
+    return joint, first
 
 
 def _of_tensor(tensor: Tensor) -> _Factor:
@@ -136,7 +136,7 @@ def _table(factor: _Factor) -> np.ndarray:
         return factor.table
     tensor = factor.tensor
     assert tensor is not None
-    first = [np.unique(index, return_index=True)[1] for index in factor.index]
+    first = [classes(index)[1] for index in factor.index]
     axis = {node: k for k, node in enumerate(factor.nodes)}
 
     def spread(node: int, values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotp.planner.ilp.problem import Node, Problem, Tensor, Use
+from autotp.planner.ilp.problem import Node, Problem, Tensor, Use, classes
 
 __all__ = ["Reduced", "compact", "consistent"]
 
@@ -48,13 +48,20 @@ def consistent(problem: Problem, alive: Alive) -> bool:
                 if use.node == tensor.producer:
                     want &= (use.want < 0) | finite[tensor.have, np.maximum(use.want, 0)]
                 if not (use.want[want] < 0).any():
-                    columns = np.unique(use.want[want])
+                    columns = _met(use.want[want], finite.shape[1])
                     have &= finite[:, columns].any(axis=1)[tensor.have]
-                rows = np.unique(tensor.have[have])
+                rows = _met(tensor.have[have], len(finite))
                 want &= (use.want < 0) | finite[rows].any(axis=0)[np.maximum(use.want, 0)]
         after = sum(int(mask.sum()) for mask in alive)
         changed = after < before
     return all(mask.any() for mask in alive)
+
+
+def _met(numbers: np.ndarray, most: int) -> np.ndarray:
+    """Which of the numbers below ``most`` there are; -1 is none."""
+    met = np.zeros(most + 1, dtype=bool)
+    met[numbers] = True
+    return met[:-1]
 
 
 def _relabel(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -75,12 +82,12 @@ def compact(problem: Problem, alive: Alive, *, sized: bool = False) -> Reduced:
     tensors = []
     for tensor in problem.tensors:
         wants = [use.want[kept[use.node]] for use in tensor.uses]
-        columns = np.unique(np.concatenate(wants)) if wants else np.zeros(0, dtype=int)
-        columns = columns[columns >= 0]
+        columns = np.flatnonzero(_met(np.concatenate(wants), tensor.cost.shape[1])) if wants else np.zeros(0, dtype=int)
         if not len(columns):
             continue
-        rows, have = np.unique(tensor.have[kept[tensor.producer]], return_inverse=True)
-        cells = np.ix_(rows, columns)
+        had = tensor.have[kept[tensor.producer]]
+        have, first = classes(had)
+        cells = np.ix_(had[first], columns)
         cost = tensor.cost[cells]
         bytes_of = (tensor.temporary, tensor.memory) if sized else ()
         tables = [cost, *(np.where(np.isfinite(cost), table[cells], 0.0) for table in bytes_of)]

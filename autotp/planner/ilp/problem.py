@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Evaluation", "Node", "Problem", "Tensor", "Use", "distinct_wants", "evaluate", "validate"]
+__all__ = ["Evaluation", "Node", "Problem", "Tensor", "Use", "classes", "distinct_wants", "evaluate", "validate"]
+
+_FEW = 8  # numbers up to so many times as many as there are: then they are counted, and not sorted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +96,26 @@ class Evaluation:
 def distinct_wants(tensor: Tensor, choice: Sequence[int]) -> list[int]:
     """The distinct columns that the consumers of ``tensor`` want under ``choice``, in ascending order."""
     return sorted({column for use in tensor.uses if (column := int(use.want[choice[use.node]])) >= 0})
+
+
+def classes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each number its class, in ascending order of the numbers, and of each class the first that has it.
+
+    Args:
+        values: not below -1.
+    """
+    most = int(values.max(initial=-1)) + 1
+    if most > _FEW * len(values):
+        _, first, index = np.unique(values, return_index=True, return_inverse=True)
+        return index.reshape(-1), first
+    met = np.zeros(most + 1, dtype=bool)
+    met[values] = True  # the last one is for -1
+    number = np.cumsum(met) - 1 + met[-1]
+    number[-1] = 0
+    index = number[values]
+    first = np.empty(int(met.sum()), dtype=np.intp)
+    first[index[::-1]] = np.arange(len(values) - 1, -1, -1)  # the first is written last
+    return index, first
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
