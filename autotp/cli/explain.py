@@ -60,6 +60,8 @@ def explain_command(
         if model is None or (what is None) != memory:
             raise AutotpError("give the model (--model FILE.py:FACTORY), and either the name of an operator or --memory")
         if memory:
+            if alone := sorted(given & {"alternatives", "planned"}):
+                raise AutotpError(f"--{', --'.join(alone)}: for an operator alone; leave it out with --memory")
             explain_memory(plan, model, as_json=as_json)
         else:
             explain_node(str(what), plan, model, count=alternatives, planned=planned, as_json=as_json)

@@ -248,6 +248,8 @@ def test_commands(run_cli, plans, capsys):
     assert json.loads(capsys.readouterr().out)["name"] == "linear"
     assert run_cli("explain", "--memory", "--plan", plan, "--model", spec) == 0
     assert "worst moment" in capsys.readouterr().out
+    assert run_cli("explain", "--memory", "--plan", plan, "--model", spec, "--planned", 2) == 2
+    assert "--planned: for an operator alone" in capsys.readouterr().err
     assert run_cli("explain", "liner", "--plan", plan, "--model", spec) == 2
     assert "no operator 'liner'" in capsys.readouterr().err
     assert run_cli("explain", "linear", "--plan", plan) == 2

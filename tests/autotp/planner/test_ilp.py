@@ -27,6 +27,7 @@ from autotp.planner.ilp.dual import Dual
 from autotp.planner.ilp.eliminate import eliminate_all, eliminate_some
 from autotp.planner.ilp.local import improve
 from autotp.planner.ilp.presolve import compact, consistent
+from autotp.planner.ilp.problem import classes
 from autotp.planner.ilp.search import Search, Settings
 
 SEEDS = 320
@@ -141,6 +142,16 @@ def test_mixed_integer_program_alone_equals_enumeration() -> None:
         assert result.finished and result.choice is not None
         # The solver's own tolerance is 1e-6 of a choice, which is what Search corrects for.
         assert evaluate(problem, result.choice).seconds == pytest.approx(best, rel=1e-4, abs=1e-12), seed
+
+
+@pytest.mark.parametrize("most", [2, 40, 10**6])
+def test_classes_are_numbered_as_unique_numbers_them(most: int) -> None:
+    values = np.random.default_rng(most).integers(-1, most, 64)
+    for given in (values, np.maximum(values, 0), values[:1]):
+        _, first, index = np.unique(given, return_index=True, return_inverse=True)
+        found = classes(given)
+        np.testing.assert_array_equal(found[0], index)
+        np.testing.assert_array_equal(found[1], first)
 
 
 def test_elimination_is_exact_and_restores_choices() -> None:
