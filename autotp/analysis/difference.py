@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autotp.errors import AutotpError
 from autotp.plans.folded import fold_operators
+from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, PlannedOperator
 
 __all__ = ["Change", "Difference", "difference"]
@@ -59,6 +60,8 @@ def difference(first: Plan, second: Plan) -> Difference:
     Raises:
         AutotpError: they are of different models.
     """
+    require_plan(first)
+    require_plan(second)
     if first.precision != second.precision:
         raise AutotpError(
             f"the plans are of different precisions, {first.precision!r} and {second.precision!r}, so their graphs differ; "

@@ -7,6 +7,7 @@ from dataclasses import replace
 from autotp.analysis.explain import priced_plan
 from autotp.errors import PlanMismatchError
 from autotp.planner.least_step import chunked, in_parts
+from autotp.plans.options import machine_of, require_plan
 from autotp.plans.plan import Plan
 from costmodel import Topology
 from passes.capture import Captured
@@ -14,13 +15,13 @@ from passes.capture import Captured
 __all__ = ["repriced"]
 
 
-def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
+def repriced(captured: Captured, plan: Plan, topology: Topology | str) -> Plan:
     """The same plan, predicted for another machine.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan; its strategies, layouts, panels and chunks stay.
-        topology: the machine, with as many devices.
+        topology: the machine, with as many devices, or its name.
 
     Returns:
         A plan with the same hash, the topology replaced, and the step's and all operators' seconds anew. Bytes moved and
@@ -30,6 +31,8 @@ def repriced(captured: Captured, plan: Plan, topology: Topology) -> Plan:
     Raises:
         PlanMismatchError: the plan is for another model, other inputs or another number of devices.
     """
+    topology = machine_of(topology)
+    require_plan(plan)
     if topology.devices != plan.devices:
         raise PlanMismatchError(
             f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), topology {topology.name!r} has "

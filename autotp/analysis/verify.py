@@ -24,6 +24,7 @@ from autotp.errors import AutotpError
 from autotp.plans.options import require_plan
 from autotp.plans.plan import AXIS_NAMES, Plan
 from autotp.runtime.rewrite import Rewritten, rewrite
+from autotp.runtime.state import real_tensors
 from costmodel.text.numbers import figure
 from passes.capture import buffered
 from passes.graph import Note, note_of
@@ -125,7 +126,7 @@ def verify_graph(
     tolerance: float | None = None,
 ) -> Verification:
     """``verify`` for a graph that was rewritten already, and perhaps changed since."""
-    with buffered(model, rewritten.captured.attributes):
+    with buffered(model, rewritten.captured.attributes), real_tensors(), torch.enable_grad():
         return _Comparison(model, rewritten, args, kwargs, tolerance).run()
 
 
@@ -337,8 +338,7 @@ class _Comparison:
 
     def departure(self, name: str, where: str, error: float) -> Departure:
         note = note_of(self.nodes[name]) if name in self.nodes else Note()
-        name = self.captured.parameters.get(name, name)
-        return Departure(name, note.module, note.source, where, error)
+        return Departure(self.captured.parameters.get(name, name), note.module, note.source, where, error)
 
     def change(self, node: fx.Node) -> str:
         have, (want,) = note_of(node).have, note_of(node).layouts
@@ -346,5 +346,4 @@ class _Comparison:
         return f"from {self.said(have)} to {self.said(want)}"
 
     def said(self, layout: Layout) -> str:
-        real = len(self.mesh)
-        return describe(layout, (*AXIS_NAMES[:real], *("chunks" for _ in layout[real:])))
+        return describe(layout, (*AXIS_NAMES[: len(self.mesh)], *("chunks" for _ in layout[len(self.mesh) :])))

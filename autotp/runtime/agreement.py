@@ -26,6 +26,8 @@ from passes.world.whereabouts import CollectiveError, Whereabouts
 
 __all__ = ["Agreement", "JobAgreement", "agreed", "everywhere", "join_job", "told"]
 
+_CPU = torch.device("cpu")
+
 
 class Agreement:
     """How the processes that run a graph together agree: this one runs it alone.
@@ -110,7 +112,7 @@ class JobAgreement(Agreement):
             weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
         self._sliced = dist.get_backend(self._group) == "gloo"
         on_gpus = dist.get_backend(self._group) == "nccl"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else _CPU
 
     @property
     def _group(self) -> Any:
@@ -124,14 +126,14 @@ class JobAgreement(Agreement):
     def gathered(self, mine: Any) -> list[Any]:
         """Every process's value."""
         sent = _packed(mine)
-        sizes = [int(size) for size in self._gathered(torch.tensor([sent.numel()]))]
+        sizes = [int(size) for size in self._gathered(torch.tensor([sent.numel()], device=_CPU))]
         padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
         every = self._gathered(padded)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(every, sizes, strict=True)]
 
     def alike(self, mine: int) -> bool:
         """Whether every process has the same number, of up to 63 bits."""
-        return bool((self._gathered(torch.tensor([mine])) == mine).all())
+        return bool((self._gathered(torch.tensor([mine], device=_CPU)) == mine).all())
 
     def require_same(self, options: Mapping[str, Any]) -> None:
         """Checks that all processes were given the same.
@@ -160,15 +162,15 @@ class JobAgreement(Agreement):
         Raises:
             Exception: on every rank, what rank 0 raised in place of a decision.
         """
-        sent = torch.empty(0, dtype=torch.uint8)
+        sent = torch.empty(0, dtype=torch.uint8, device=_CPU)
         if self.whereabouts.rank == 0:
             try:
                 sent = _packed((decide(), None))
             except Exception as error:  # noqa: BLE001 - the others wait to hear of it
                 error.add_note("This happened on rank 0, which decides for all ranks.")
                 sent = _packed((None, _sendable(error)))
-        size = self._of_rank_0(torch.tensor([sent.numel()]))
-        decided = self._of_rank_0(sent if sent.numel() else torch.empty(int(size), dtype=torch.uint8))
+        size = self._of_rank_0(torch.tensor([sent.numel()], device=_CPU))
+        decided = self._of_rank_0(sent if sent.numel() else torch.empty(int(size), dtype=torch.uint8, device=_CPU))
         decision, problem = pickle.loads(decided.numpy().tobytes())
         if problem is not None:
             raise problem

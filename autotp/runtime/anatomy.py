@@ -73,6 +73,10 @@ class Taken(NamedTuple):
             )
 
 
+_READ = (
+    "the graph of a distributed module is for reading: what runs is scheduled, as the plan says. Change the model before "
+    "autotp.parallelize"
+)
 _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is one rank's. Export the model itself"
 
 
@@ -106,18 +110,26 @@ class UntracedGraph(Untraced, fx.GraphModule):
     """Such a graph module."""
 
     def recompile(self) -> PythonCode:
-        """The graph as Python, for reading."""
+        """The graph as Python, for reading.
+
+        Raises:
+            AutotpError: the graph has been changed, which calls would not follow.
+        """
         code = super().recompile()
         own: Any = type(self)
         own.forward = Untraced.forward
+        graph, text = self.__dict__.get("_written", (0, ""))
+        if graph == id(self._graph) and text != code.src:
+            raise AutotpError(_READ)
+        self.__dict__["_written"] = id(self._graph), code.src
         return code
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph; ``torch.export`` would run it as it is.
+        """The graph, for reading; ``torch.export`` would run it as it is.
 
         Raises:
-            AutotpError: while something is exported.
+            AutotpError: while something is exported, or another graph is set.
         """
         if _exporting():
             raise AutotpError(_UNEXPORTED)
@@ -125,6 +137,8 @@ class UntracedGraph(Untraced, fx.GraphModule):
 
     @graph.setter
     def graph(self, graph: fx.Graph) -> None:
+        if "_graph" in self.__dict__:
+            raise AutotpError(_READ)
         fx.GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
 
     def compile(self, *_: Any, **__: Any) -> None:

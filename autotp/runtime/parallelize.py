@@ -27,6 +27,7 @@ from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
 from autotp.runtime.rewrite import Rewritten, apply
+from autotp.runtime.state import real_tensors
 from costmodel import Topology
 from costmodel.errors import require, shown
 from passes.capture import Captured, Precision, buffered, capture, require_plain
@@ -44,7 +45,7 @@ _OWN = ("model", "topology", "args", "kwargs", "initialise")
 _REPLACED = "_autotp_replaced"
 
 
-@torch.inference_mode(False)
+@real_tensors()
 def parallelize(
     model: nn.Module,
     topology: Topology | str | None = None,
@@ -203,13 +204,9 @@ def parallelize(
     device_mesh = made_once((kind, shape, axes), init_device_mesh, kind, shape, mesh_dim_names=axes)
     compile = agreed_plan.compile if compile is None else compile
     how = functools.partial(how_to_run, schedule=schedule or agreed_plan.schedule, compile=compile)
-    if not compile:
-        for name, module in model.named_modules():
-            if is_compiled(module):
-                _log.warning(
-                    "torch.compile of %s changes nothing: give autotp.parallelize compile=True", name or "the model"
-                )
-                break
+    wrapped = [name or "the model" for name, module in model.named_modules() if is_compiled(module)]
+    if wrapped and not compile:
+        _log.warning("torch.compile of %s changes nothing: give autotp.parallelize compile=True", wrapped[0])
     with buffered(model, rewritten.captured.attributes):
         made = DistributedModule(
             model,

@@ -12,8 +12,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate
 
 from autotp.errors import AutotpError, PlanMismatchError
+from autotp.plans.options import require_plan
 from autotp.plans.plan import Plan, fingerprint
-from costmodel.errors import shown
+from costmodel.errors import require, shown
 from costmodel.memory import state_bytes
 from passes.capture import Captured, capture
 from passes.graph import cast_of, dump, note_of, stays
@@ -173,8 +174,10 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
 
     Raises:
         PlanMismatchError: the plan was made for another model or other inputs.
-        AutotpError: the plan contradicts itself.
+        AutotpError: the plan contradicts itself, or one of both is something else.
     """
+    require(captured, Captured, "the model", "what passes.capture.capture returns")
+    require_plan(plan)
     plan.check()
     if fingerprint(captured) != plan.model_hash:
         raise PlanMismatchError(

@@ -229,7 +229,7 @@ def assemble(parts: Sequence[Tensor], shape: torch.Size, layout: Layout, world: 
     """The whole tensor from every device's part."""
     result = parts[0].new_zeros(shape)
     for part, at in zip(parts, world.hosted, strict=True):
-        target = torch.arange(result.numel()).view(shape)
+        target = torch.arange(result.numel(), device=result.device).view(shape)
         target = take(target, layout, world.mesh_shape, at)
         result.view(-1)[target.reshape(-1)] = part.reshape(-1)
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 from passes.torch_internals import dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
 
-__all__ = ["checksum", "distribute", "held_part", "local_part", "local_parts", "of_rank_0", "set_into", "state_of"]
+__all__ = [
+    "checksum",
+    "distribute",
+    "held_part",
+    "local_part",
+    "local_parts",
+    "of_rank_0",
+    "real_tensors",
+    "set_into",
+    "state_of",
+]
 
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[misc]
@@ -42,6 +53,13 @@ def _check_and_unscale(operator: Any, args: Any, _: Any) -> None:
 
 
 dtensor_handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _check_and_unscale
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Within it, new tensors have values and may have gradients, whatever the default device and inference mode are."""
+    with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext(), torch.inference_mode(False):
+        yield
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:

@@ -30,7 +30,7 @@ from passes.capture.signature import CallSignature, example, in_call_order, refu
 from passes.capture.view_writes import draws_as_laid, lay_as_computed, note_unmoved
 from passes.capture.writes import functionalise
 from passes.graph import TRACING, Cast, annotate, graphs_of, made_of
-from passes.torch_internals import detect_fake_mode, set_aside, without_values
+from passes.torch_internals import detect_fake_mode, set_aside, transforming, without_values
 
 __all__ = ["CallSignature", "CaptureError", "Captured", "capture"]
 
@@ -157,8 +157,9 @@ def capture(
         TypeError: the example arguments do not fit the model's ``forward``.
         ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
     """
-    if detect_fake_mode(()) is not None:
-        raise AutotpError("a model cannot be captured inside a FakeTensorMode, but may be made in one: plan outside")
+    if detect_fake_mode(()) is not None or transforming():
+        within = "a FakeTensorMode, in which it may be made, or a transform of torch.func"
+        raise AutotpError(f"a model cannot be captured inside {within}: plan outside")
     with TRACING, set_aside():
         checks.require_plain(model, args, kwargs)
         how = *example(model, args, kwargs), precision, outputs, observe

@@ -29,7 +29,7 @@ from autotp.runtime.programs.program import Call, Key, Program, Unkept, named_st
 from autotp.runtime.programs.rows import Joined, joined, known_rows, require_same_inputs
 from autotp.runtime.rewrite import Rewritten, apply, parts_of, trained_bytes
 from autotp.runtime.schedules import Schedules
-from autotp.runtime.state import checksum
+from autotp.runtime.state import checksum, real_tensors
 from autotp.runtime.strides import lying
 from passes.capture import Captured, capture
 from passes.capture.signature import as_it_lies, bind, dense, flat
@@ -37,7 +37,7 @@ from passes.graph import TRACING
 from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import set_aside, transforming, tree_map
+from passes.torch_internals import detect_fake_mode, set_aside, transforming, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -165,8 +165,8 @@ class Programs:
             raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
         if self.moved:
             raise AutotpError(self.moved)
-        if transforming():
-            raise AutotpError("torch.func and forward-mode gradients cannot transform what is sharded; transform the model")
+        if transforming() or detect_fake_mode(()) is not None:
+            raise AutotpError("torch.func, forward mode and fake tensors cannot run what is sharded; use the model")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
@@ -240,7 +240,7 @@ class Programs:
             self.checked.add(key)
         if key in self.known:
             return self.known[key]
-        with TRACING, set_aside(), torch.inference_mode(mode=False), torch.enable_grad():
+        with TRACING, set_aside(), real_tensors(), torch.enable_grad():
             return self.known.get(key) or self._make(key, args, kwargs)  # another thread may have made it
 
     def _check(self, call: Call, inputs: Sequence[Tensor]) -> None:

@@ -3,11 +3,14 @@
 import json
 
 import pytest
+import torch
 from devices import SMALL
 from models import MODELS
 
 import autotp
-from autotp.analysis.explain import Explainer
+from autotp.analysis.difference import difference
+from autotp.analysis.explain import Explainer, explain_operator
+from autotp.analysis.memory import explain_memory
 from autotp.analysis.reprice import repriced
 from autotp.planner import plan_captured
 from autotp.plans.options import Options
@@ -80,3 +83,18 @@ def test_the_command(run_cli, perceptron, tmp_path, capsys):
         == 2
     )
     assert "--save /no/such/folder/plan.json: cannot be written" in capsys.readouterr().err
+
+
+def test_what_is_no_plan_no_model_or_no_machine_is_refused(captured):
+    plan = plan_captured(captured, FAST, Options("data"))
+    assert repriced(captured, plan, "cpu").topology == autotp.Topology.load("cpu")
+    for wrong in (
+        lambda: repriced(captured, plan, None),
+        lambda: repriced(captured, "plan.json", FAST),
+        lambda: repriced(torch.nn.Linear(2, 2), plan, FAST),
+        lambda: explain_operator(torch.nn.Linear(2, 2), plan, "linear"),
+        lambda: explain_memory(plan, captured),
+        lambda: difference(plan, "plan.json"),
+    ):
+        with pytest.raises(autotp.AutotpError, match="the (topology|plan|model) is "):
+            wrong()

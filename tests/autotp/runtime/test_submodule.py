@@ -457,3 +457,38 @@ def test_what_a_simulated_module_cannot_follow_is_refused(change, said):
     change(simulated, model)
     with pytest.raises(autotp.AutotpError, match=said) if said else nullcontext():
         simulated(x)
+
+
+@pytest.mark.parametrize("schedule", ["overlap", "none"])
+def test_the_graph_is_for_reading(schedule):
+    parallel = autotp.parallelize(Net(), None, (X,), strategy="data", schedule=schedule)
+    expected, written = parallel(X), parallel.recompile().src
+    assert parallel.recompile().src == written == copy.deepcopy(parallel).recompile().src
+    with pytest.raises(autotp.AutotpError, match="the graph of a distributed module is for reading"):
+        parallel.graph = copy.deepcopy(parallel.graph)
+    tanh = next(node for node in parallel.graph.nodes if "tanh" in str(node.target))
+    tanh.target = torch.ops.aten.relu.default
+    with pytest.raises(autotp.AutotpError, match="the graph of a distributed module is for reading"):
+        parallel.recompile()
+    torch.testing.assert_close(parallel(X), expected)
+
+
+def test_the_callers_default_device_may_be_meta():
+    """As where models without values are made: parts, new programs and comparisons have values all the same."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        parallel = autotp.parallelize(
+            model, None, (torch.empty(8, 4),), strategy="zero3", initialise=lambda each: each.apply(_ones)
+        )
+    real = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).apply(_ones)
+    with torch.device("meta"):
+        torch.testing.assert_close(parallel(X), real(X))  # of other rows than the example
+    for switch in (torch.device("meta"), torch.no_grad(), torch.inference_mode()):
+        with switch:
+            found = autotp.verify(real, parallel.plan, (torch.ones(8, 4, device="cpu"),))
+        assert found and found.gradients.keys() == {"0.weight", "0.bias"}
+
+
+def _ones(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
