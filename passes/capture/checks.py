@@ -176,7 +176,7 @@ class Seen(TorchFunctionMode):
         data: what it does to tensors' ``data`` within a call, ``depth`` calls of the model deep.
         parameters: those that are no part of the model. ``torch.export`` has their data only.
         before, after: what `in_python` finds as calls of the model begin and end.
-        seeded: where its code sets torch's random numbers.
+        seeded, asked: where its code sets torch's random numbers, and asks what the graph cannot.
         unmoved: results of ``contiguous()`` and the like that are their operands, where other strides make them copies.
         written: tensors of no module that operators in place were given, and copies of what they were before:
             ``torch.export`` computes with these for real.
@@ -187,7 +187,7 @@ class Seen(TorchFunctionMode):
         self.before, self.after = dict[str, Any](), dict[str, Any]()
         self.parameters: dict[int, nn.Parameter] = {}
         self.data, self.depth = Data(), 0
-        self.seeded, self.unmoved = list[str](), list[Tensor]()
+        self.seeded, self.unmoved, self.asked = list[str](), list[Tensor](), set[tuple[str, str]]()
         self.written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,9 +206,9 @@ class Seen(TorchFunctionMode):
             place = _place_of(frame)
             if function is Tensor.storage_offset and place:
                 raise CaptureError(
-                    f"forward asks for x.storage_offset() ({place}), which differs for a copy or a part of x"
+                    f"forward asks for x.storage_offset() ({place}), which differs for copies and parts of x"
                 )
-            _warn_of_question(f"x.{asked}", place)
+            self.warn(f"x.{asked}", place)
         if function in Data.ACCESS:
             return self.data.access(*args)
         result = function(*args, **(kwargs or {}))
@@ -218,19 +218,19 @@ class Seen(TorchFunctionMode):
             self.unmoved.append(result)
         return result
 
+    def warn(self, asked: str, at: str) -> None:
+        """Says once that a model's own code asks something, if it is that which does."""
+        if at and (asked, at) not in self.asked:
+            self.asked.add((asked, at))
+            _log.warning(
+                "forward asks %s (%s), which the graph does not: at every call it has the answer of the example, with "
+                "gradients. Branch on self.training, or on an argument", asked, at,
+            )  # fmt: skip
+
 
 #: By what ``forward`` may ask whether there are gradients, and how a tensor lies in memory.
 _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn")}
 _ASKED |= {getattr(Tensor, name): f"{name}()" for name in ("is_contiguous", "stride", "storage_offset")}
-
-
-def _warn_of_question(asked: str, at: str) -> None:
-    """Says that a model's own code asks something, if it is that which does."""
-    if at:
-        _log.warning(
-            "forward asks %s (%s), which the graph does not: at every call it has the answer of the example, with "
-            "gradients. Branch on self.training, or on an argument", asked, at,
-        )  # fmt: skip
 
 
 def _place_of(frame: FrameType) -> str:
@@ -243,23 +243,23 @@ def _place_of(frame: FrameType) -> str:
 
 
 @contextmanager
-def _asking(seeded: list[str]) -> Iterator[None]:
+def _asking(seen: Seen) -> Iterator[None]:
     """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call.
 
     Args:
-        seeded: is told where it sets torch's random numbers.
+        seen: is told, and where it sets torch's random numbers.
     """
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
     mine = threading.get_ident()  # other threads may ask as they like
 
     def answer(name: str) -> bool:
         if threading.get_ident() == mine:
-            _warn_of_question(f"torch.{name}()", _place_of(sys._getframe(2)))
+            seen.warn(f"torch.{name}()", _place_of(sys._getframe(2)))
         return bool(asked[name]())
 
     def seeding(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == mine and (at := _place_of(sys._getframe(1))):
-            seeded.append(at)
+            seen.seeded.append(at)
         return function(*args, **kwargs)
 
     with ExitStack() as patched:
@@ -298,7 +298,7 @@ def looking(model: nn.Module) -> Iterator[Seen]:
     try:
         with (
             seen,
-            _asking(seen.seeded),
+            _asking(seen),
             register_module_forward_pre_hook(partial(look, seen.before)),
             register_module_forward_hook(partial(look, seen.after)),
             register_module_forward_hook(_warn_of_padding, with_kwargs=True),
