@@ -19,7 +19,7 @@ from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime.agreement import told
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
-from passes.torch_internals import dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
+from passes.torch_internals import detect_fake_mode, dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
 
 __all__ = [
     "checksum",
@@ -186,7 +186,13 @@ def require_parts(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Tells tensors of different values apart, all but surely (CRC-32)."""
+    """Tells tensors of different values apart, all but surely (CRC-32).
+
+    Raises:
+        AutotpError: it is fake, and has none.
+    """
+    if detect_fake_mode((tensor,)) is not None:
+        raise AutotpError("processes cannot exchange fake tensors: call what autotp.simulate returns in a FakeTensorMode")
     return zlib.crc32(_bytes(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()).numpy().data)
 
 

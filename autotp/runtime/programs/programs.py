@@ -37,7 +37,7 @@ from passes.graph import TRACING
 from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
-from passes.torch_internals import detect_fake_mode, set_aside, transforming, tree_map
+from passes.torch_internals import set_aside, transforming, tree_map
 from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
@@ -165,8 +165,8 @@ class Programs:
             raise AutotpError(f"mode={mode!r} is unknown; choose one of {', '.join(MODES)}, or leave it out")
         if self.moved:
             raise AutotpError(self.moved)
-        if transforming() or detect_fake_mode(()) is not None:
-            raise AutotpError("torch.func, forward mode and fake tensors cannot run what is sharded; use the model")
+        if transforming():
+            raise AutotpError("torch.func and forward-mode gradients cannot transform what is sharded; transform the model")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
         # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])

@@ -635,9 +635,9 @@ def test_transforms_of_a_sharded_module_are_errors():
     plan = autotp.plan(model, autotp.Topology.load("cpu").resized(2), (x,))
     simulated = autotp.simulate(model, plan, (x,))
     for transformed in (torch.func.vmap(simulated), torch.func.grad(lambda x: simulated(x).sum())):
-        with pytest.raises(autotp.AutotpError, match="use the model"):
+        with pytest.raises(autotp.AutotpError, match="transform the model"):
             transformed(x)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(autotp.AutotpError, match="use the model"):
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(autotp.AutotpError, match="transform the model"):
         simulated(torch.autograd.forward_ad.make_dual(x, x))
     simulated(x)
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed._composable import replicate
 from torch.distributed.fsdp import fully_shard
 
 import autotp
+from autotp.runtime.state import checksum
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -487,6 +489,11 @@ def test_the_callers_default_device_may_be_meta():
         with switch:
             found = autotp.verify(real, parallel.plan, (torch.ones(8, 4, device="cpu"),))
         assert found and found.gradients.keys() == {"0.weight", "0.bias"}
+
+
+def test_values_of_fake_tensors_are_not_compared():
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(autotp.AutotpError, match="exchange fake tensors"):
+        checksum(X)
 
 
 def _ones(module):
