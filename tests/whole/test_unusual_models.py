@@ -364,7 +364,6 @@ CASES = {
     "empty": (Empty, lambda: (torch.randn(8, 8).double(),)),
     "potential": (Potential, lambda: (torch.randn(8, 4, 3).double(),)),
     "learning": (Learning, lambda: (torch.randn(8, 6).double(),)),
-    "derived": (Derived, lambda: (torch.randn(8, 4).double(),)),
     "mapped": (Mapped, lambda: (torch.randn(8, 4, 8).double(),)),
     "words": (Words, lambda: (torch.randint(0, 12, (8, 6)),)),
     "bags": (Bags, lambda: (torch.randint(0, 12, (8, 6)), torch.rand(8, 6).double())),
@@ -378,6 +377,7 @@ CASES = {
     "recurrent": (Recurrent, lambda: (torch.randn(4, 3, 6).double(),)),
     "alone": (Alone, lambda: ()),
     "remembering": (remembering, lambda: (torch.randn(4, 4, 6, 6).double(),)),
+    "derived": (Derived, lambda: (torch.randn(8, 4).double(),)),
     "encoder": (encoder, lambda: (torch.randn(4, 8, 16).double(),)),
 }
 

@@ -48,7 +48,8 @@ def linear(made, number):
             ("unet", "auto", (2, 2)),
             ("unet", "tensor3d", (2, 2)),
             ("llama", "zero3", (4,)),
-        ]
+        ],
+        first=1,
     ),
 )
 def test_right_graphs_pass(name, strategy, mesh):

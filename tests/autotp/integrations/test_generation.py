@@ -130,6 +130,7 @@ def test_a_config_of_other_caches_makes_no_difference():
     assert torch.equal(generate(ours, model, prompt, max_new_tokens=6, do_sample=False), expected)
 
 
+@pytest.mark.slow
 def test_ranks_stop_where_the_first_does(one_rank):
     model, prompt = LlamaForCausalLM(LLAMA).eval(), torch.randint(128, (2, 7))
     example = (prompt, torch.tensor(0), torch.ones(2, ROOM, dtype=torch.int64))

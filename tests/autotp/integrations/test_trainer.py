@@ -48,6 +48,7 @@ def test_transformers_adafactor_is_refused(tmp_path):
         _check(transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim="adafactor"))
 
 
+@pytest.mark.slow
 def test_a_tokenizers_special_tokens_are_saved(one_rank, tmp_path):
     config = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, use_cache=False))

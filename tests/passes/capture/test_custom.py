@@ -527,7 +527,7 @@ def test_derivatives_of_rows_that_do_not_fill_their_memory():
 
 
 @pytest.mark.parametrize(("way", "path"), [("aux", "aux"), ("kept", "inner.kept"), ("new", "_new"), ("fresh", "seen")])
-@pytest.mark.parametrize("outputs", ["whole", "dtensor"])
+@pytest.mark.parametrize("outputs", thinned(["whole", "dtensor"], whole=True))
 def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
     torch.manual_seed(0)
     model, x = Counts(way).double(), torch.randn(4, 4, dtype=torch.float64)

@@ -79,13 +79,19 @@ def test_numbers_stay_the_models(name):
 @pytest.mark.parametrize("device", thinned(["cpu", "meta"], first=1, slow=1, whole=True))
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [
-        (GPT2Model, GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)),
-        (
-            LlamaModel,
-            LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
-        ),
-    ],
+    thinned(
+        [
+            (GPT2Model, GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)),
+            (
+                LlamaModel,
+                LlamaConfig(
+                    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+                ),
+            ),
+        ],
+        first=1,
+        slow=1,
+    ),
 )
 def test_models_of_transformers_are_causal(kind, config, device):
     config.use_cache = False
@@ -155,7 +161,7 @@ DECIDED = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(DECIDED, first=6, slow=99, whole=True))
+@pytest.mark.parametrize("name", thinned(DECIDED, first=4, slow=4, whole=True))
 def test_constants_decide_sizes(name):
     """A mask that the model writes out selects as much in every call; torch.export counts it anew in each."""
     model, x = program(DECIDED[name]), image(8, 8)

@@ -64,7 +64,7 @@ def total(outputs):
             (unet, "tensor3d", (2, 2)),
             (resnet, "tensor3d", (2, 2)),  # three channels of an image on two devices
         ],
-        first=3,
+        first=1,
     ),
 )
 def test_the_same_numbers(made, strategy, mesh):
@@ -121,8 +121,8 @@ def test_nothing_is_laid_out_between_convolutions():
             ("data", {}, True),
             ("megatron-1d", {}, False),
         ],
-        first=2,
-        slow=2,
+        first=1,
+        slow=1,
     ),
 )
 def test_images_that_travel_stay_in_order(strategy, chunks, wanted):
