@@ -16,7 +16,7 @@ def test_every_family_has_a_setting():
     assert [s.family for s in SETTINGS] == [name for name in FAMILIES if name != "auto"]
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize(
     "setting",
     [pytest.param(s, marks=[] if s.family in QUICK else pytest.mark.exact, id=s.family) for s in SETTINGS],

@@ -120,7 +120,7 @@ def test_exposed_all_reduces_are_megatrons():
         assert trends_scaling.all_reduced(degree, 4096) == pytest.approx(counted)
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 def test_documented_figures_are_current():
     text = (DOCS / "trends.md").read_text()
     for section in (trends_tesseract.section, trends_scaling.section):

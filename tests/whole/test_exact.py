@@ -225,7 +225,7 @@ def test_a_covering_part(name, strategy, mesh):
     assert_used(plan, strategy, mesh)
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, first=1, slow=2), ids=written)
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, first=1, slow=1), ids=written)
 def test_overlap(name, strategy, mesh, chunks):
     """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
     plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
@@ -246,7 +246,7 @@ def test_panels(name, strategy, mesh, panels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", thinned(RECOMPUTED, first=2, whole=True), ids=written)
+@pytest.mark.parametrize("case", thinned(RECOMPUTED, first=1, whole=True), ids=written)
 def test_recomputation(case):
     name, strategy, mesh, chunks, recompute = case
     plan = check(name, strategy, mesh, 1, chunks, overlapped=chunks is not None, recompute=recompute)

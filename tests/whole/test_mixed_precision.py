@@ -110,7 +110,7 @@ def judged(request: Any) -> tuple[str, Mapping[str, Tensor], float]:
         return request.param, exact, _error(_gradients(theirs, theirs, args, kwargs), exact)
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize("mesh", thinned([(2,), (2, 2)], whole=True), ids=str)
 @pytest.mark.parametrize(
     "options", thinned(["auto", "zero3", "data", "megatron-1d", "zero3 chunks", "zero3 panels"], first=1, whole=True)

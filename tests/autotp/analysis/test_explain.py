@@ -155,7 +155,7 @@ def test_rows_and_filters(explained):
     assert isinstance(graph, graphviz.Digraph) and all(f"{row.name} [" in graph.source for row in rows[:5])
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 def test_the_graphs_that_a_device_runs():
     model, args, kwargs = MODELS["gpt2"]()
     captured = capture(model, args, kwargs)

@@ -86,7 +86,7 @@ def test_what_is_recomputed_is_written_only_for_other_kernels_and_read_in_none_o
         assert found["exp"].kernels(next(n for n in runs.model.operators if n.name == "exp")) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 def test_recomputing_what_stays_inside_kernels_is_planned_where_it_is_faster():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Softsign(), nn.Linear(8, 8)) for _ in range(12)))
     args = (torch.randn(64, 8),)

@@ -76,7 +76,7 @@ def test_what_is_no_way_is_refused(way):
         autotp.plan(Model(), autotp.Topology.flat(2), (torch.zeros(4, 8, dtype=torch.long),), recompute=way)
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 @pytest.mark.parametrize("way", thinned(["full", "selective"], whole=True))
 @pytest.mark.parametrize("name", thinned(["unet", "gpt", "llama"], first=1, whole=True))
 def test_predictions_are_within_a_tenth_of_what_a_step_allocates(name, way):

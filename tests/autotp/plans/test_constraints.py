@@ -135,7 +135,7 @@ def test_a_minimal_conflict():
     assert "cannot hold" in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 def test_a_conflict_with_the_family_and_with_memory():
     with pytest.raises(autotp.ConstraintError) as error:
         planned("head=n@x", strategy="data", mesh=(4,))

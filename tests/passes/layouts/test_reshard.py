@@ -41,7 +41,7 @@ def parts_of(shape, layout, world):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_layout_to_any_other(data):
     shape, mesh = data.draw(st.sampled_from(SHAPES)), data.draw(st.sampled_from(MESHES))

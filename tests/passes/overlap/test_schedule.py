@@ -19,7 +19,7 @@ def launched(graph):
     return [(n.args[1], str(n.args[3:])) for n in graph.nodes if n.target is launch]
 
 
-@pytest.mark.slow
+@pytest.mark.exact
 def test_every_rank_launches_in_one_order():
     """Ranks that time things differently would choose different orders; the order of one of them serves all."""
     graphs, _ = prepared("tensor3d", (2, 2), {"batch": 2})
