@@ -84,7 +84,7 @@ def _shown(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devic
     table.add_column("source and device", overflow="fold")
     for title in ("runs", "mean error", "median", "largest", "predicted\nover measured", "memory:\nlargest error"):
         table.add_column(title, justify="right")
-    groups = {f"{source}, {device}": group for (source, device), group in by_source(done).items()}
+    groups = {", ".join(filter(None, (source, device))): group for (source, device), group in by_source(done).items()}
     for name, group in (*groups.items(), *([("all", list(done))] if len(groups) > 1 else [])):
         table.add_row(name, *_accuracy(accuracy([one.ratio for one in group])), _memory(group))
     parts.append(table)
@@ -96,6 +96,9 @@ def _shown(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devic
     if fitted is not None:
         held = "" if fitted.held_out is None else f"; {fitted.held_out.mean:.1%} on {fitted.held_out.runs} held out"
         parts.append(Text(f"fitted: {_figures(fitted)}: mean error {fitted.fitted.mean:.1%} on {fitted.fitted.runs}{held}"))
+        if fitted.at_ends:
+            undetermined = f"at an end of their range, which the runs do not determine: {', '.join(fitted.at_ends)}"
+            parts.append(Text(undetermined, style="yellow"))
     if skipped:
         parts.append(Text(f"{len(skipped)} runs skipped:", style="yellow"))
         parts += [Text(f"  {one.name}: {one.why}") for one in skipped]

@@ -44,6 +44,12 @@ _WRAPPED = (
 )
 
 
+def _instead(kind: type) -> Mapping[str, str]:
+    """What autotp has in the place of methods of a model's class."""
+    foreign = any(base.__module__.startswith(("transformers.", "peft.")) for base in kind.__mro__)
+    return _INSTEAD if foreign else {}
+
+
 @functools.cache
 def _own_names(kind: type) -> frozenset[str]:
     """What modules that stand for others have for themselves."""
@@ -75,7 +81,7 @@ class Sealed(nn.Module):
         self._kind, self._attributes = kind, own.keys() - vars(self).keys() - ours
         self._data = {name: value for name, value in own.items() if is_data(value)}
         self._objects = own.keys() - self._data.keys()
-        self._fixed = self._fixed | (methods(kind) - ours - _INSTEAD.keys())
+        self._fixed = self._fixed | (methods(kind) - ours - _instead(kind).keys())
         self._put()
 
     def _put(self) -> None:
@@ -107,9 +113,9 @@ class Sealed(nn.Module):
                 ) from None
             if own is _GONE or name.startswith("__"):
                 raise
-        code = getattr(own, "__code__", None)
-        if name in _INSTEAD or (code is not None and "__class__" in code.co_freevars):  # it calls super()
-            instead = _INSTEAD.get(name, f"the model's own {name}, before it is distributed")
+        code, others = getattr(own, "__code__", None), _instead(self._kind)
+        if name in others or (code is not None and "__class__" in code.co_freevars):  # it calls super()
+            instead = others.get(name, f"the model's own {name}, before it is distributed")
             raise AttributeError(f"a distributed module has no {self._kind.__name__}.{name}: use {instead}")
         return own.__get__(self, self._kind) if hasattr(own, "__get__") else own
 

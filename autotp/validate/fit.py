@@ -30,6 +30,8 @@ _FIGURES = {
 _LEAST = 5  # runs for as many figures
 _ROBUST = 0.05  # relative errors beyond which a run counts less
 _HELD_OUT = 4  # every so many-th run is kept out of a fit
+_FAR = 0.5  # mean relative error of a fit that says nothing of the device
+_END = 1e-3  # relative; a figure that is as close to its least or greatest value is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +41,20 @@ class DeviceFit:
     Attributes:
         device: with them.
         fitted, held_out: how far off predictions are with it, of the runs of the fit and of others.
+        at_ends: figures that have the least or the greatest value that they may have, which the runs do not determine.
     """
 
     device: Device
     fitted: Accuracy
     held_out: Accuracy | None
+    at_ends: tuple[str, ...]
 
 
 def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     """The device of some runs, with figures that make the relative errors of most of their steps smallest.
 
     Raises:
-        AutotpError: the runs have different devices or are too few, or scipy is not installed.
+        AutotpError: the runs have different devices, are too few or are none of the device, or scipy is not installed.
     """
     devices = {one.run.topology.device.name: one.run.topology.device for one in predictions}
     if len(devices) != 1:
@@ -75,7 +79,15 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     def accurate(runs: Sequence[Prediction]) -> Accuracy:
         return accuracy([one.work.seconds(device, own) / one.run.seconds for one in runs])
 
-    return DeviceFit(device, accurate(chosen), accurate(others) if others else None)
+    ranges = zip(_FIGURES, found.x, low, high, strict=True)
+    ends = [name for name, at, *ends in ranges if np.isclose(at, ends, 0.0, _END).any()]
+    fitted = accurate(chosen)
+    if fitted.mean > _FAR:
+        raise AutotpError(
+            f"no {own.name} takes as long as these runs: fitted predictions are off by {fitted.mean:.0%} on average, with "
+            f"{', '.join(ends) or 'no figure'} at an end of its range. Is step_seconds in seconds, and gpu_type the device?"
+        )
+    return DeviceFit(device, fitted, accurate(others) if others else None, tuple(ends))
 
 
 def parts(predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:

@@ -18,6 +18,7 @@ In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import math
 import re
@@ -35,6 +36,9 @@ from costmodel.text.tables import Table, read_toml
 
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
 
+#: The keys of a run; others say more of it, unless they are nearly one of these.
+_KEYS = frozenset(re.findall(r"``([a-z_]+)``", __doc__ or "")) | {"note", "notes", "compiler", "model_traits"}
+_NEARLY = 0.85
 #: What a gpu_type in lower case contains -> the preset of its machine; the first that fits.
 _DEVICES = {
     r"a100.*40 ?gb": "dgx-a100-40gb",
@@ -188,7 +192,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         for row in csv.DictReader(io.StringIO(read_text(path, _LARGEST_FILE), newline="")):
             noted = re.findall(r"(?:^|; ?)([a-z_]+)=([^;]*)", row.get("notes") or "")
-            yield {**dict(noted), **{key: value for key, value in row.items() if key and value}}
+            known = {key: value for key, value in noted if key in _KEYS}
+            yield known | {key: value for key, value in row.items() if key and value}
     except OSError as error:
         raise AutotpError(f"{path}: cannot be read: {error.strerror}") from error
     except csv.Error as error:
@@ -196,16 +201,16 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
+    for key in sorted(row.keys() - _KEYS):
+        if near := difflib.get_close_matches(key, _KEYS, 1, _NEARLY):
+            raise AutotpError(f"key {shown(key)} is unknown; is it {near[0]}?")
     if _whole(row, "pp_degree", 1) > 1:
         raise AutotpError(f"a pipeline of {shown(row['pp_degree'])} stages; plans have none")
     kind = str(row.get("kind", "")).lower()
     if "one transformer layer" in kind:
         raise AutotpError("one layer by itself, which is no training step")
-    devices, data, tensor = (
-        _whole(row, "gpus", most=MOST_DEVICES),
-        _whole(row, "dp_fsdp_degree"),
-        _whole(row, "tp_degree", 1),
-    )
+    devices, data = _whole(row, "gpus", most=MOST_DEVICES), _whole(row, "dp_fsdp_degree")
+    tensor = _whole(row, "tp_degree", 1)
     if data * tensor != devices:
         raise AutotpError(f"{data} x {tensor} ways on {devices} devices")
     found = next((one for one in _KINDS if one in kind), "")

@@ -491,6 +491,31 @@ def test_the_callers_default_device_may_be_meta():
         assert found and found.gradients.keys() == {"0.weight", "0.bias"}
 
 
+class Writer(nn.Module):
+    """Generates as small models do, in a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, words):
+        return self.head(self.words(words))
+
+    @torch.no_grad()
+    def generate(self, words, count):
+        for _ in range(count):
+            words = torch.cat([words, self(words)[:, -1].argmax(-1, keepdim=True)], 1)
+        return words
+
+
+def test_a_models_own_generate_is_its_own():
+    model, words = Writer(), torch.arange(6).view(2, 3)
+    parallel = autotp.parallelize(model, None, (words,), strategy="data")
+    assert torch.equal(parallel.generate(words, 3), model.generate(words, 3))
+    with pytest.raises(autotp.AutotpError, match="generate: the graph cannot follow"):
+        parallel.generate = None
+
+
 def test_values_of_fake_tensors_are_not_compared():
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(autotp.AutotpError, match="exchange fake tensors"):
         checksum(X)

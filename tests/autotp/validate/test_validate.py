@@ -230,6 +230,22 @@ def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     assert stop.value.code == 2 and "the first: pipe: a pipeline of 2 stages" in capsys.readouterr().err
 
 
+def test_a_fit_that_says_nothing_of_the_device_is_refused(tmp_path, capsys):
+    rows = [RUN | {"id": f"r{n}", "seq": 64 * (1 + n), "step_seconds": 1e6} for n in range(7)]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["validate", str(write(tmp_path / "runs.toml", *rows)), "--fit", str(tmp_path / "fitted.toml")])
+    assert stop.value.code == 2 and not (tmp_path / "fitted.toml").exists()
+    assert "no A100-SXM4-80GB takes as long as these runs" in capsys.readouterr().err
+
+
+def test_keys_that_are_nearly_known_are_named(tmp_path):
+    runs, skipped = runs_of(
+        tmp_path, {"id": "typo", "grad_acum": 4}, {"id": "more", "weather": "fine", "recompute_from": "log"}
+    )
+    assert [run.name for run in runs] == ["more"]
+    assert [one.why for one in skipped] == ["key 'grad_acum' is unknown; is it grad_accum?"]
+
+
 def test_the_shipped_table_is_read():
     runs, skipped = read_runs(Path(__file__).parents[3] / "benchmarks" / "published.toml")
     assert len(runs) > 190 and len(runs) + len(skipped) == 223
