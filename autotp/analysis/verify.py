@@ -346,4 +346,5 @@ class _Comparison:
         return f"from {self.said(have)} to {self.said(want)}"
 
     def said(self, layout: Layout) -> str:
-        return describe(layout, (*AXIS_NAMES[: len(self.mesh)], *("chunks" for _ in layout[len(self.mesh) :])))
+        real = len(self.mesh)
+        return describe(layout, (*AXIS_NAMES[:real], *("chunks" for _ in layout[real:])))

@@ -44,6 +44,7 @@ _WRAPPED = (
 )
 
 
+@functools.cache
 def _instead(kind: type) -> Mapping[str, str]:
     """What autotp has in the place of methods of a model's class."""
     foreign = any(base.__module__.startswith(("transformers.", "peft.")) for base in kind.__mro__)

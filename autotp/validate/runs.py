@@ -37,7 +37,12 @@ from costmodel.text.tables import Table, read_toml
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
 
 #: The keys of a run; others say more of it, unless they are nearly one of these.
-_KEYS = frozenset(re.findall(r"``([a-z_]+)``", __doc__ or "")) | {"note", "notes", "compiler", "model_traits"}
+_KEYS = frozenset({
+    "id", "source", "model", "architecture", "model_traits", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq",
+    "attention", "dropout", "tied", "loss", "gpu_type", "gpus", "nodes_of", "interconnect", "dp_fsdp_degree", "tp_degree",
+    "pp_degree", "sequence_parallel", "kind", "global_batch", "micro_batch", "grad_accum", "recompute", "dtype", "overlap",
+    "torch_compile", "compiler", "step_seconds", "memory_gb", "note", "notes",
+})  # fmt: skip
 _NEARLY = 0.85
 #: What a gpu_type in lower case contains -> the preset of its machine; the first that fits.
 _DEVICES = {
@@ -219,10 +224,8 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
     accumulate = _whole(row, "grad_accum", 1, least=1)
     batch = _whole(row, "micro_batch", 0) or _whole(row, "global_batch") // (data * accumulate)
     if "global_batch" in row and batch * data * accumulate != _whole(row, "global_batch"):
-        raise AutotpError(
-            f"a batch of {shown(row['global_batch'])} is not {accumulate} micro-batches of {batch} on {data} data-parallel "
-            "ranks"
-        )
+        parts = f"{accumulate} micro-batches of {batch} on {data} data-parallel ranks"
+        raise AutotpError(f"a batch of {shown(row['global_batch'])} is not {parts}")
     dtype = _fitting(row, "dtype", _DTYPES)
     return MeasuredRun(
         name,
@@ -295,11 +298,8 @@ def _stated(text: str, node: int) -> float | None:
     if found is None:
         return None
     count, figure, unit, each = found.groups()
-    return (
-        parse_quantity(f"{figure} {unit}", "bandwidth")
-        * whole_of(count or "1", "interconnect: links")
-        * (node if each else 1)
-    )
+    links = whole_of(count or "1", "interconnect: links") * (node if each else 1)
+    return parse_quantity(f"{figure} {unit}", "bandwidth") * links
 
 
 def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
