@@ -22,6 +22,7 @@ from autotp.cli import huggingface, load_model, main
 from autotp.cli.render import plan_table, topology_table
 from autotp.cli.sweep_output import label_of
 from autotp.cli.terminal import Terminal
+from autotp.planner import plan_captured
 from autotp.plans.constraints import parse
 from autotp.plans.options import Options
 from autotp.validate import read_runs
@@ -377,6 +378,12 @@ def test_a_dim_in_other_digits_is_no_dim():
         parse(["a=S(٣)@x"])
 
 
+@pytest.fixture(scope="module")
+def captured():
+    captured = capture(two_layers(), X)
+    return captured, plan_captured(captured, autotp.Topology.flat(2), Options())
+
+
 def altered(plan, path, value):
     """A plan's text with one value changed, and the hash that belongs to it."""
     data = json.loads(plan.to_json())
@@ -429,15 +436,14 @@ def altered(plan, path, value):
         (("topology", "levels", 0, "bandwidth"), 5e-324),
     ],
 )
-def test_a_plan_that_was_edited_and_hashed_anew(path, value):
-    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), X)
+def test_a_plan_that_was_edited_and_hashed_anew(captured, path, value):
     with pytest.raises(autotp.AutotpError):
-        loaded = autotp.Plan.from_json(altered(plan, path, value))
-        priced_plan(capture(two_layers(), X), loaded)
+        loaded = autotp.Plan.from_json(altered(captured[1], path, value))
+        priced_plan(captured[0], loaded)
 
 
-def test_a_plan_that_was_edited_and_is_a_plan_computes_the_same():
-    plan = autotp.plan(two_layers(), autotp.Topology.flat(2), X)
+def test_a_plan_that_was_edited_and_is_a_plan_computes_the_same(captured):
+    plan = captured[1]
     other = autotp.Plan.from_json(altered(plan, ("layouts", "0.weight"), [[0, 1]]))
     model = two_layers()
     assert torch.allclose(autotp.simulate(model, other, X)(*X), model(*X), rtol=0, atol=1e-12)

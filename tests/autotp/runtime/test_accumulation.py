@@ -107,10 +107,8 @@ def check(name, strategy, mesh, overlap, panels=None, chunks=None):
         close(got, want, max(want.abs().max().item(), 1e-2), f"parameter {n} after the steps")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "strategy", "mesh", "overlap"), thinned(FAMILIES, first=1), ids=lambda v: str(v).replace(" ", "")
-)
+@pytest.mark.exact
+@pytest.mark.parametrize(("name", "strategy", "mesh", "overlap"), FAMILIES, ids=lambda v: str(v).replace(" ", ""))
 def test_every_family(name, strategy, mesh, overlap):
     check(name, strategy, mesh, overlap)
 

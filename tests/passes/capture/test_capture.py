@@ -11,6 +11,7 @@ import transformers
 from capturing import check, compare, image, program, run, targets
 from float64 import double, float64_mode
 from models import MODELS
+from thinned import thinned
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributions import Categorical, Distribution, Normal, kl_divergence
@@ -21,7 +22,7 @@ from passes.capture.signature import advice
 from passes.graph import note_of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thinned(MODELS, 3, whole=True))
 def test_graph_is_the_model(name: str) -> None:
     model, args, kwargs = double(MODELS[name])
     with float64_mode():

@@ -206,8 +206,7 @@ class Hidden(nn.Module):
     "hide",
     thinned(
         [lambda y: y, lambda y: y.view(2, 2, 8), torch.clone, lambda y: y * 1.0, lambda y: y + 0],
-        first=3,
-        slow=2,
+        first=2,
         whole=True,
     ),
     ids=range(5),
