@@ -9,7 +9,7 @@ import platform
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,13 @@ class DeviceFit:
     Attributes:
         products: the fit of matrix products.
         slowdowns: kind of operator -> name of the function -> its slowdown at each size, smallest first.
-        left_out: dtypes whose products take ten times as long as those of float32, or which do not run.
+        slow: dtypes whose products take ten times as long as those of float32: their rates are of one small product.
+        left_out: dtypes whose products do not run.
     """
 
     products: ProductFit
     slowdowns: Mapping[str, Mapping[str, tuple[float, ...]]]
+    slow: tuple[str, ...]
     left_out: tuple[str, ...]
 
     def spread(self, kind: str) -> tuple[float, float]:
@@ -78,7 +80,7 @@ def calibrate_device(
     progress("device: memory and launches")
     (launch,) = _together(clock, turns, lambda: [time_launch(clock, 2 * seconds)])
     bandwidth = 1 / _together(clock, turns, lambda: [1 / time_memory(clock, 2 * seconds)])[0]
-    dtypes, left_out = _dtypes(clock)
+    dtypes, slow, left_out = _dtypes(clock)
     smallest, largest = edges(clock, effort)
     shapes = product_sizes(largest, smallest)
     times = {}
@@ -100,6 +102,10 @@ def calibrate_device(
         decisive,
     )
     plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
+    rates = dict(products.rates)
+    for dtype, took in slow.items():  # one operation a second takes so many times as long as was measured
+        once = replace(plain, flops={"float32": 1.0, dtype: 1.0})
+        rates[dtype] = float(compute.seconds(2 * math.prod(_PROBE), 0.0, once, dtype, dims=_PROBE)) / took
     progress("device: operators")
     slowdowns: dict[str, dict[str, tuple[float, ...]]] = {}
     for operator in operators(clock.device):
@@ -110,7 +116,7 @@ def calibrate_device(
     name, memory = _identity(clock, local_ranks)
     device = Device(
         name,
-        products.rates,
+        rates,
         memory,
         bandwidth,
         launch,
@@ -120,7 +126,7 @@ def calibrate_device(
             for kind, names in slowdowns.items()
         },
     )
-    return device, DeviceFit(products, slowdowns, left_out)
+    return device, DeviceFit(products, slowdowns, tuple(slow), left_out)
 
 
 def _ideal(operator: Operator, device: Device) -> float:
@@ -150,8 +156,11 @@ def _together(clock: Clock, turns: float, measure: Callable[[], list[float]]) ->
     return [turns * statistics.median(each) for each in zip(*(values for values in every if values), strict=True)]
 
 
-def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
-    """Which dtypes to measure: a CPU without units of their own converts 16-bit floats one by one."""
+def _dtypes(clock: Clock) -> tuple[list[str], Mapping[str, float], tuple[str, ...]]:
+    """Which dtypes to measure, seconds of a small product of those that would take too long, and those that do not run.
+
+    A CPU without units of their own converts 16-bit floats one by one.
+    """
 
     def probe(dtype: str) -> float:
         try:
@@ -162,7 +171,8 @@ def _dtypes(clock: Clock) -> tuple[list[str], tuple[str, ...]]:
     clock.barrier()
     times = dict(zip(_DTYPES, clock.slowest([probe(dtype) for dtype in _DTYPES]), strict=True))
     found = [dtype for dtype in _DTYPES if dtype == "float32" or times[dtype] <= _ABSURD * times["float32"]]
-    return found, tuple(dtype for dtype in _DTYPES if dtype not in found)
+    slow = {dtype: took for dtype, took in times.items() if dtype not in found and math.isfinite(took)}
+    return found, slow, tuple(dtype for dtype in _DTYPES if dtype not in found and dtype not in slow)
 
 
 def _turns(clock: Clock) -> float:

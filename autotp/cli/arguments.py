@@ -150,27 +150,34 @@ def call_factory(
     factory: Callable[..., Any], spec: str, devices: int = 1
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
     """`load_model` for a factory that was found already; ``spec`` is for messages."""
-    name, output = spec.rpartition(":")[2], (sys.stdout, sys.stderr)
-    called = f"{name[:80]}()" if name.isidentifier() else "making the model"
-    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # which the options' relative paths begin at
-    try:
-        made = factory(devices=devices) if takes_devices(factory) else factory()
-    except (AutotpError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ModelSpecError(f"--model {shown(spec)}: {called} raised {described(error)}") from error
-    finally:
-        sys.stdout, sys.stderr = output
-        os.fchdir(here)
-        os.close(here)
-    if any(stream is not None and stream.closed for stream in output):
-        raise ModelSpecError(f"--model {shown(spec)}: {called} closes the standard output, which the plan is printed on")
+    called = f"{name[:80]}()" if (name := spec.rpartition(":")[2]).isidentifier() else "making the model"
+    with _as_it_was(spec, called):
+        try:
+            made = factory(devices=devices) if takes_devices(factory) else factory()
+        except (AutotpError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise ModelSpecError(f"--model {shown(spec)}: {called} raised {described(error)}") from error
     try:
         return example_of(made)
     except AutotpError as error:
         raise ModelSpecError(f"--model {shown(spec)}: {error}") from error
     except Exception as error:  # of a class of the user's
         raise ModelSpecError(f"--model {shown(spec)}: what {called} returns raised {described(error)}") from error
+
+
+@contextmanager
+def _as_it_was(spec: str, what: str) -> Iterator[None]:
+    """Around code of the user's: standard streams, and the directory that relative paths begin at, are then as before."""
+    output, here = (sys.stdout, sys.stderr), os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = output
+        os.fchdir(here)
+        os.close(here)
+    if any(stream is not None and stream.closed for stream in output):
+        raise ModelSpecError(f"--model {shown(spec)}: {what} closes the standard output, which the plan is printed on")
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
@@ -229,20 +236,21 @@ def _import(where: str, spec: str) -> ModuleType:
     folder = str(path.resolve().parent) if is_file else _here()
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    try:
-        if not is_file:
-            return importlib.import_module(where)
-        source = importlib.util.spec_from_file_location(path.stem, path.resolve())
-        assert source is not None and source.loader is not None, path
-        module = importlib.util.module_from_spec(source)
-        # Dataclasses and pickling look a class's module up by its name while it is being made.
-        sys.modules.setdefault(path.stem, module)
-        source.loader.exec_module(module)
-        return module
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # the module may end the process, or have exceptions of its own
-        raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {described(error)}") from error
+    with _as_it_was(spec, f"importing {shown(where)}"):
+        try:
+            if not is_file:
+                return importlib.import_module(where)
+            source = importlib.util.spec_from_file_location(path.stem, path.resolve())
+            assert source is not None and source.loader is not None, path
+            module = importlib.util.module_from_spec(source)
+            # Dataclasses and pickling look a class's module up by its name while it is being made.
+            sys.modules.setdefault(path.stem, module)
+            source.loader.exec_module(module)
+            return module
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the module may end the process, or have exceptions of its own
+            raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {described(error)}") from error
 
 
 def _here() -> str:

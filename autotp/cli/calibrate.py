@@ -206,9 +206,10 @@ def _device_table(calibration: Calibration) -> Table:
     table = _columns("device", "figure", "error or range")
     table.add_row("name", device.name, "")
     for dtype, rate in device.flops.items():
-        table.add_row(dtype, format_quantity(rate, "rate"), _spread(fit.products.errors[dtype]))
+        error = "slow: of one small product" if dtype in fit.slow else _spread(fit.products.errors[dtype])
+        table.add_row(dtype, format_quantity(rate, "rate"), error)
     if fit.left_out:
-        table.add_row("left out, slow", ", ".join(fit.left_out), "")
+        table.add_row("does not run", ", ".join(fit.left_out), "")
     table.add_row("half size", f"{device.half_size:.3g}", "")
     table.add_row("memory", f"{bytes_of(device.memory)} at {format_quantity(device.memory_bandwidth, 'bandwidth')}", "")
     table.add_row("launch", time_of(device.launch), "")

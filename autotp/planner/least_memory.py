@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autotp.costs.step import Moment
 from autotp.planner.assemble import Assembled
@@ -26,7 +26,7 @@ from autotp.planner.ilp import Deadline, Expired, Problem, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.planner.shares import next_shares
 
-__all__ = ["Least", "Smallest", "dearer", "quicker", "smallest"]
+__all__ = ["Least", "Smallest", "quicker", "smallest"]
 
 Choice = tuple[int, ...]
 
@@ -106,11 +106,10 @@ def smallest(
         if best is not None and deadline.over:
             break
         weights = dict(zip(seen, shares, strict=True))
-        program = moments.program(weights)
         news = False
         for share in _TRADES:
             try:
-                choice = cheapest(dearer(program, problem, share * unit), deadline)
+                choice = cheapest(moments.program(weights, besides=problem, price=share * unit), deadline)
             except Expired:
                 if best is None:
                     raise
@@ -158,7 +157,8 @@ def quicker(
     for _ in range(_PRICES):
         price = high if not low else (low * high) ** 0.5
         try:
-            choice = cheapest(dearer(problem, moments.program(least.shares), price), deadline)
+            prices = {moment: price * share for moment, share in least.shares.items()}
+            choice = cheapest(moments.program(prices, besides=problem), deadline)
         except Expired:
             break
         if fits(choice):
@@ -167,9 +167,3 @@ def quicker(
         else:
             low, high = price, (high if low else 64 * price)
     return best
-
-
-def dearer(problem: Problem, program: Problem, price: float) -> Problem:
-    """The costs of one program with so many times those of another."""
-    nodes = tuple(replace(n, cost=n.cost + price * m.cost) for n, m in zip(problem.nodes, program.nodes, strict=True))
-    return Problem(nodes, (*problem.tensors, *(replace(t, cost=price * t.cost) for t in program.tensors)))

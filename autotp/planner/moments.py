@@ -80,31 +80,53 @@ class Moments:
             [Moment(last, Turn.BACKWARD), Moment(0, Turn.BACKWARD)] if self.prices.train else [Moment(last, Turn.FORWARD)]
         )
 
-    def program(self, shares: Mapping[Moment, float], surely: bool = False) -> Problem:
-        """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted."""
+    def program(
+        self, shares: Mapping[Moment, float], surely: bool = False, besides: Problem | None = None, price: float = 1.0
+    ) -> Problem:
+        """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted.
+
+        Args:
+            shares: the weights.
+            surely: what they hold at least.
+            besides: what else counts, so many times (``price``). One table of both has closer bounds.
+        """
         self.deadline.check()
         nodes, tensors = self._weighted(shares, surely)
         held: dict[int, dict[tuple[tuple[int, ...], str], np.ndarray]] = defaultdict(dict)
         for (number, uses, once), table in tensors.items():
             held[number][uses, once] = table
         problem = self.assembled.problem
+        counted = [np.zeros(()) if besides is None else price * node.cost for node in (besides or problem).nodes]
         made = tuple(
-            Node(n.name, np.where(np.isfinite(n.cost), nodes.get(i, 0.0), np.inf), np.zeros(len(n.cost)))
-            for i, n in enumerate(problem.nodes)
+            Node(n.name, np.where(np.isfinite(n.cost), more + nodes.get(i, 0.0), np.inf), np.zeros(len(n.cost)))
+            for i, (n, more) in enumerate(zip(problem.nodes, counted, strict=True))
         )
         found = []
         for number, tensor in enumerate(self.tensors):
-            if self.allowed[number].any():
-                every = tuple(tensor.uses[: len(problem.tensors[number].uses)])
-                found.append(_tensor(tensor, every, self.allowed[number]))
+            cost, every = self.allowed[number], problem.tensors[number].uses
+            if besides is not None:
+                cost = besides.tensors[number].cost if price == 1.0 else price * besides.tensors[number].cost
+            alone: dict[int, np.ndarray] = {}
             for (uses, once), table in held.get(number, {}).items():
-                if table.any():
+                if len(uses) > 1:
                     found.append(_tensor(tensor, [self._use(number, use, once) for use in uses], table))
-        return Problem(made, tuple(found))
+                    continue
+                columns = self._columns(number, once)
+                mine = table if columns is None else table[:, columns]
+                alone[uses[0]] = alone[uses[0]] + mine if uses[0] in alone else mine
+            if len(every) == 1 and 0 in alone:
+                cost = cost + alone.pop(0)
+            found += [_tensor(tensor, [tensor.uses[use]], table) for use, table in alone.items()]
+            found.append(_tensor(tensor, every, cost))
+        return Problem(made, tuple(one for one in found if one.cost.any()))
+
+    def _columns(self, number: int, once: str) -> np.ndarray | None:
+        """Of every column of a tensor the first of those for which it is there once."""
+        return self.first[number].get(once) if number in self.first else None
 
     def _use(self, number: int, use: int, once: str) -> Use:
         """A use of a tensor that is there once for all equal uses."""
-        found, first = self.tensors[number].uses[use], self.first[number].get(once) if number in self.first else None
+        found, first = self.tensors[number].uses[use], self._columns(number, once)
         return found if first is None else Use(found.node, np.where(found.want < 0, -1, first[found.want]))
 
     def bytes(self, moment: Moment, choice: Sequence[int], surely: bool = False) -> float:

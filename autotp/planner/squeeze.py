@@ -32,7 +32,6 @@ from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, evaluate, least, minimax, promising
-from autotp.planner.least_memory import dearer
 from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
@@ -303,7 +302,7 @@ class _Squeeze:
 
     def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
         """The sum (1), but for the bounds."""
-        return dearer(assembled.problem, moments.program(point.prices, surely), 1.0)
+        return moments.program(point.prices, surely, besides=assembled.problem)
 
     def offer(self, found: Found) -> Met:
         if self.best is not None:

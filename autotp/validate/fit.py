@@ -62,7 +62,10 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
     (own,) = devices.values()
     chosen, others = parts(predictions)
     if len(chosen) < _LEAST:
-        raise AutotpError(f"{len(chosen)} runs on {own.name} are too few: {_LEAST} are needed for {len(_FIGURES)} figures")
+        raise AutotpError(
+            f"{len(predictions)} runs on {own.name} are too few: at least {_LEAST} are needed for {len(_FIGURES)} figures, "
+            f"besides those that are held out (every {_HELD_OUT}th)"
+        )
     try:
         from scipy.optimize import least_squares
     except ImportError as error:

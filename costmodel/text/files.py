@@ -39,7 +39,7 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"the file is larger than {most // 2**20} MiB", name)
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # some editors begin a file with the mark of its byte order
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"the file is not UTF-8 text ({error.reason} at byte {error.start:,})", name) from None
 

@@ -99,12 +99,18 @@ def is_even(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> 
 
 
 def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Elements on one device (the one with most), per coded layout."""
-    dims = dims_of(rows)
-    total = np.ones(rows.shape[:-1])
+    """Elements on one device (the one with most), per coded layout; not to be written to."""
+    return _local_elements(tuple(shape), rows.tobytes(), rows.shape, tuple(mesh))
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_elements(shape: tuple[int, ...], data: bytes, form: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
+    dims = dims_of(np.frombuffer(data, np.int64).reshape(form))
+    total = np.ones(form[:-1])
     for d, size in enumerate(shape):
         here = dims == d
         total *= -(-size // np.where(here, mesh, 1).prod(axis=-1)) if here.any() else size
+    total.flags.writeable = False
     return total
 
 

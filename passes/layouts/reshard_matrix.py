@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -123,12 +123,12 @@ class _Sequences:
 
 @dataclass(slots=True, eq=False)
 class _Depending:
-    """Pairs of layouts whose collectives depend on the mesh, and these, by what about it they depend on."""
+    """Pairs of layouts whose collectives depend on the mesh, and these by the axes that contend; -1: not known."""
 
     source: np.ndarray
     goal: np.ndarray
     conflicts: AxisConflicts
-    found: dict[Hashable, np.ndarray] = field(default_factory=dict)
+    found: np.ndarray
 
 
 class _Pairs:
@@ -174,8 +174,8 @@ class _Pairs:
         if len(pairs := conflicts.depending):
             count = sum(len(each.source) for each in self.special)
             self.depending[at[0][pairs], at[1][pairs]] = np.arange(count, count + len(pairs))
-            some = source[pairs], goal[pairs]
-            self.special.append(_Depending(*some, AxisConflicts(*some, np.ones(len(pairs), bool))))
+            some, found = (source[pairs], goal[pairs]), np.full((len(pairs), 1 << source.shape[1]), -1, np.int32)
+            self.special.append(_Depending(*some, AxisConflicts(*some, np.ones(len(pairs), bool)), found))
 
     def on(self, mesh: tuple[int, ...]) -> np.ndarray:
         """On a mesh, of all pairs that depend on it."""
@@ -184,15 +184,13 @@ class _Pairs:
         return np.concatenate(found)
 
     def _on(self, some: _Depending, mesh: tuple[int, ...]) -> np.ndarray:
-        signature = _cuts_apart(np.concatenate([some.source, some.goal]), mesh)
-        if signature not in some.found:
-            masks = some.conflicts.masks(mesh)
-            found = np.empty(len(masks), np.int32)
-            for mask in np.flatnonzero(np.bincount(masks)).tolist():
-                where = np.flatnonzero(masks == mask)
-                found[where] = self._numbers_of(_sequences_of(some.source[where], some.goal[where], masks[where]))
-            some.found[signature] = found
-        return some.found[signature]
+        masks = some.conflicts.masks(mesh)
+        at = np.arange(len(masks)), masks
+        new = np.flatnonzero(some.found[at] < 0)
+        for mask in np.unique(masks[new]).tolist():
+            where = new[masks[new] == mask]
+            some.found[where, mask] = self._numbers_of(_sequences_of(some.source[where], some.goal[where], masks[where]))
+        return some.found[at]
 
     def _numbers_of(self, found: _Sequences) -> np.ndarray:
         ordered, fresh = -np.sort(-found.sequences, axis=1), list[np.ndarray]()

@@ -192,6 +192,8 @@ def errors():
     ours = f"{nowhere} has neither model.safetensors nor model.safetensors.index.json"
     refused((f"rank 1: {ours}", ours), autotp.load_pretrained, parallel, nowhere if rank else folder)
     require_equal(parallel.state_dict(), before)
+    none = "None is no path: give the name of a directory"
+    refused((f"rank 1: {none}", none), autotp.load_pretrained, parallel, None if rank else folder)
 
     written = (folder / "model.safetensors").read_bytes()
     config = Broken() if rank == 0 else None

@@ -305,7 +305,28 @@ def eliminate_some(problem: Problem, *, work: float = 4e6, deadline: Deadline = 
     return _core(pool)
 
 
+def _joined(pool: _Pool) -> None:
+    """Makes one table of those between the same two nodes, whose bound is closer than the sum of theirs."""
+    between: dict[frozenset[int], dict[int, _Factor]] = {}
+    for number, factor in pool.factors.items():
+        if len(factor.nodes) == 2:
+            between.setdefault(frozenset(factor.nodes), {})[number] = factor
+    for numbered in between.values():
+        nodes, factors = next(iter(numbered.values())).nodes, list(numbered.values())
+        index, first = zip(*(_classes([f.index[f.nodes.index(n)] for f in factors]) for n in nodes), strict=True)
+        made = _Factor(nodes, index, tuple(map(len, first)))
+        if len(factors) < 2 or math.prod(made.sizes) > max(_GROWTH * sum(math.prod(f.sizes) for f in factors), 64.0):
+            continue
+        made.table = np.zeros(made.sizes)
+        for factor in factors:
+            mine = _table(factor) if factor.nodes == nodes else _table(factor).T
+            made.table += mine[np.ix_(*(factor.index[factor.nodes.index(n)][k] for n, k in zip(nodes, first, strict=True)))]
+        pool.factors = {number: factor for number, factor in pool.factors.items() if number not in numbered}
+        pool.add(made)
+
+
 def _core(pool: _Pool) -> Core:
+    _joined(pool)
     left = tuple(sorted(pool.left))
     number = {node: k for k, node in enumerate(left)}
     unary = dict(enumerate(pool.unary))

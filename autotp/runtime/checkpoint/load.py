@@ -16,6 +16,7 @@ from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import Place, opened, stored_in
 from autotp.runtime.checkpoint.match import match
 from autotp.runtime.checkpoint.parts import parts_of, resting
+from costmodel.errors import require
 from costmodel.text.files import require_path
 
 __all__ = ["load_pretrained"]
@@ -43,7 +44,9 @@ def load_pretrained(
     Raises:
         AutotpError: on every rank, when a file is missing or damaged, or when names, shapes or dtypes do not fit.
     """
-    require_path(directory, "a directory")
+    with everywhere("cannot load"):
+        require_path(directory, "a directory")
+        require(strict, bool, "strict", "True or False")
     with everywhere(f"cannot load {os.fspath(directory)}"):
         state = entries_of(parallel)
         matched = match(state, stored_in(Path(directory)))

@@ -63,7 +63,8 @@ def save_pretrained(
     Raises:
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
-    require_path(directory, "a directory")
+    with everywhere("cannot save"):
+        require_path(directory, "a directory")
     target, wrong = Path(directory), f"cannot save to {os.fspath(directory)}"
     with everywhere(wrong):
         state, first = entries_of(parallel), dist.get_rank() == 0

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autotp.errors import AutotpError
+from autotp.runtime.agreement import everywhere
 from autotp.runtime.checkpoint.parts import parts_of, resting
 from autotp.runtime.state import distribute
 from costmodel.errors import require
@@ -61,8 +63,20 @@ def redistribute(optimizer: Optimizer) -> None:
 
     Args:
         optimizer: of a distributed module's parameters.
+
+    Raises:
+        AutotpError: on every rank, when it is no optimizer, or has a plain model's state of a parameter that is divided.
     """
-    require(optimizer, Optimizer, "the optimizer", "one of torch.optim, of a distributed module's parameters")
+    with everywhere("cannot redistribute"):
+        require(optimizer, Optimizer, "the optimizer", "one of torch.optim, of a distributed module's parameters")
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(parameter, DTensor) and type(value) is Tensor and value.shape == parameter.shape != ():
+                    raise AutotpError(
+                        f"the optimizer's {name} of a parameter of {tuple(parameter.shape)} is a plain tensor, as a plain "
+                        "model's optimizer saves it: load it by torch.distributed.checkpoint.state_dict."
+                        "set_optimizer_state_dict with StateDictOptions(full_state_dict=True)"
+                    )
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, DTensor) and isinstance(parameter, DTensor) and value.placements != parameter.placements:

@@ -32,7 +32,7 @@ main(sys.argv[1:])
 """
 
 
-def torchrun(processes, *arguments, timeout=120):
+def torchrun(processes, *arguments, timeout=280):
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
@@ -113,6 +113,7 @@ def test_one_process_measures_its_device(tmp_path):
     assert "device" in done.stdout and "collective" not in done.stdout
     topology = Topology.load(tmp_path / "one.toml")
     assert topology.devices == 1 and set(topology.device.slowdown) == set(OPERATOR_KINDS)
+    assert set(topology.device.flops) == {"float32", "float64", "bfloat16", "float16"}, "slow ones are no float32"
 
 
 @pytest.mark.exact

@@ -296,6 +296,25 @@ def test_what_no_input_should_lead_to(monkeypatch, capsys):
         main(["topology", "cpu"])
 
 
+@pytest.mark.parametrize("where", ["import", "factory"])
+def test_a_model_that_moves_elsewhere_leaves_paths_and_streams_as_they_are(place, monkeypatch, where):
+    monkeypatch.chdir(place)
+    (place / "sub").mkdir(exist_ok=True)
+    moving = "import os, sys; os.chdir(os.path.dirname(os.path.abspath(__file__))); sys.stdout = None"
+    whole = "    import torch\n    return torch.nn.Linear(8, 8), (torch.ones(4, 8),)\n"
+    text = f"{moving}\ndef build():\n{whole}" if where == "import" else f"def build():\n    {moving}\n{whole}"
+    (place / "sub" / f"moves_on_{where}.py").write_text(text)
+    with pytest.raises(SystemExit, match="0"):
+        main(f"plan --topology cpu --devices 2 --model sub/moves_on_{where}.py:build --save {where}.json".split())
+    assert (place / f"{where}.json").is_file() and not (place / "sub" / f"{where}.json").exists()
+
+
+def test_a_file_may_begin_with_the_mark_of_its_byte_order(tmp_path):
+    text = (resources.files("costmodel") / "presets" / "cpu.toml").read_bytes()
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + text)
+    assert Topology.load(tmp_path / "marked.toml") == Topology.load("cpu")
+
+
 def test_a_report_of_a_file_whose_name_is_no_text(place, monkeypatch, tmp_path):
     odd = os.fsdecode(b"caf\xe9.py")
     (place / odd).write_text(MODEL)

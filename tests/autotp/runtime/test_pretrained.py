@@ -292,6 +292,8 @@ def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
         for path in (None, ""):
             with pytest.raises(autotp.AutotpError, match=f"{path!r} is no path: give the name of a directory"):
                 call(parallel, path)
+    with pytest.raises(autotp.AutotpError, match="strict is a str, 'no': give True or False"):
+        autotp.load_pretrained(parallel, tmp_path, strict="no")
     for size, said in (("2 GBs", "'2 GBs'"), (0, "max_shard_size is 0.0; it must be finite and positive")):
         with pytest.raises(autotp.AutotpError, match=said):
             autotp.save_pretrained(parallel, tmp_path, max_shard_size=size)
@@ -301,6 +303,16 @@ def test_other_arguments_are_refused(parallel, tmp_path, monkeypatch):
         with pytest.raises(autotp.AutotpError, match="needs safetensors: pip install safetensors"):
             call(parallel, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_plain_models_state_is_none_of_a_distributed_optimizer(parallel):
+    plain = Net()
+    theirs, ours = (torch.optim.AdamW(model.parameters()) for model in (plain, parallel))
+    plain(X).sum().backward()
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(autotp.AutotpError, match=r"the optimizer's exp_avg of a parameter of \(.*full_state_dict=True"):
+        autotp.redistribute(ours)
 
 
 def test_what_is_written_is_read_again(parallel, tmp_path):
