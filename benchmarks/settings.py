@@ -1,15 +1,19 @@
 """Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (two hours)
 
 60 settings: six models, five machines, and memory that is ample or short. In each, `auto` and every family are planned as
-they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, the page says so.
+they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, the page says so. What
+was planned is kept in a file, and not planned again until that is gone, so that it may be done in parts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +29,9 @@ from benchmarks.tables import command, machine, table
 from costmodel import Topology
 from passes.capture import Captured, capture
 
-__all__ = ["MACHINES", "MODELS", "Outcome", "behind", "contained", "outcomes"]
+__all__ = ["MACHINES", "MODELS", "Outcome", "Setting", "behind", "contained", "outcomes"]
+
+KEPT = Path(__file__).parent / "measured" / "settings.jsonl"
 
 #: Of the memory of the plan that is the fastest of all with ample memory.
 SHORT = 0.6
@@ -82,6 +88,41 @@ _SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on a machine with so much memory.
+
+    Attributes:
+        model, machine, memory: in words.
+        steps: family -> seconds of its plan's step; None: no plan fits.
+        gap: of the plan of `auto`.
+        recomputed, operators: how many it recomputes, and has.
+    """
+
+    model: str
+    machine: str
+    memory: str
+    steps: Mapping[str, float | None]
+    gap: float
+    recomputed: int
+    operators: int
+
+    def seconds(self, name: str) -> float:
+        """Of a family's step; infinite where no plan fits."""
+        found = self.steps[name]
+        return math.inf if found is None else found
+
+    @property
+    def auto(self) -> float:
+        """Seconds of a step of `auto`."""
+        return self.seconds("auto")
+
+    @property
+    def best(self) -> tuple[str, float]:
+        """The fastest family, and the seconds of its step."""
+        return min(((name, self.seconds(name)) for name in self.steps if name != "auto"), key=lambda one: one[1])
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What was planned for a model on a machine with so much memory: family -> the plan; None: no plan fits."""
 
@@ -91,18 +132,12 @@ class Outcome:
     plans: Mapping[str, Plan | None]
 
     @property
-    def auto(self) -> float:
-        """Seconds of a step of `auto`."""
-        return _seconds(self.plans["auto"])
-
-    @property
-    def best(self) -> tuple[str, float]:
-        """The fastest family, and the seconds of its step."""
-        return min(((name, _seconds(plan)) for name, plan in self.plans.items() if name != "auto"), key=lambda one: one[1])
-
-
-def _seconds(plan: Plan | None) -> float:
-    return float("inf") if plan is None else plan.predicted.step_seconds
+    def setting(self) -> Setting:
+        """In numbers."""
+        auto = self.plans["auto"]
+        steps = {name: None if plan is None else plan.predicted.step_seconds for name, plan in self.plans.items()}
+        about = (0.0, 0, 0) if auto is None else (auto.gap, len(auto.recomputed), len(auto.operators))
+        return Setting(self.model, self.machine, self.memory, steps, *about)
 
 
 def outcomes(
@@ -142,16 +177,14 @@ def _short(captured: Captured, topology: Topology, whole: float) -> float:
     return SHORT * whole
 
 
-def behind(found: Sequence[Outcome]) -> list[str]:
+def behind(found: Sequence[Setting]) -> list[str]:
     """Where `auto` is slower than a family, in words."""
     said = []
     for one in found:
-        for name, plan in one.plans.items():
-            if one.auto > _seconds(plan) * (1 + _EQUAL):
-                by = one.auto / _seconds(plan) - 1
-                said.append(
-                    f"{one.model}, {one.machine}, memory {one.memory}: {name} is faster, auto takes {by:.3%} longer"
-                )
+        for name in one.steps:
+            if one.auto > one.seconds(name) * (1 + _EQUAL):
+                by = f"takes {one.auto / one.seconds(name) - 1:.3%} longer (its gap is {one.gap:.3%})"
+                said.append(f"{one.model}, {one.machine}, memory {one.memory}: {name} is faster, auto {by}")
     return said
 
 
@@ -192,14 +225,12 @@ def _resting(plan: Plan) -> dict[str, str]:
     }
 
 
-def report(found: Sequence[Outcome]) -> str:
+def report(found: Sequence[Setting]) -> str:
     """The page."""
     rows = []
     for one in found:
         name, seconds = one.best
-        auto = one.plans["auto"]
-        recomputed = f"{len(auto.recomputed)} of {len(auto.operators)}" if auto is not None else "–"
-        gap = f"{auto.gap:.2%}" if auto is not None else "–"
+        recomputed, gap = f"{one.recomputed} of {one.operators}", f"{one.gap:.2%}"
         ratio = f"{one.auto / seconds - 1:+.2%}" if seconds < float("inf") else "none fits"
         steps = f"{one.auto * 1e3:.2f}", f"{seconds * 1e3:.2f}" if seconds < float("inf") else "–"
         rows.append(
@@ -228,13 +259,20 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def make(models: Sequence[str], machines: Sequence[str], **_: Any) -> str:
     """The predicted step of `auto` against every family."""
-    found: list[Outcome] = []
     for model in models:
         for name in machines:
-            new = outcomes(model, name)
-            found += new
-            print(f"{model}, {name}: done", *behind(new), sep="\n  ", file=sys.stderr)
-    return report(found)
+            if (model, name) not in {(one.model, one.machine) for one in _kept()}:
+                new = [one.setting for one in outcomes(model, name)]
+                with KEPT.open("a") as file:
+                    file.writelines(json.dumps(asdict(one)) + "\n" for one in new)
+                print(f"{model}, {name}: done", *behind(new), sep="\n  ", file=sys.stderr)
+    order = [(model, name) for model in MODELS for name in MACHINES]
+    return report(sorted(_kept(), key=lambda one: order.index((one.model, one.machine))))
+
+
+def _kept() -> list[Setting]:
+    lines = KEPT.read_text().splitlines() if KEPT.is_file() else []
+    return [Setting(**json.loads(line)) for line in lines]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ were stopped:
 Elimination of some nodes first makes the programs of ten plans of a GPT-2 3.4 times faster in sum; elimination of all the
 rest, where that is cheap, makes programs up to 4.3 times faster (Llama on 8 devices: 0.05 s instead of 0.21). Labels are
 tried at once; where their tables grow too large, limits rise from the bound to the best choice known, so that HiGHS gets
-what is left. Dominance among strategies, which was here, won nothing.
+what is left. Tables between the same two nodes are joined after an elimination: bounds are closer, and the search of what
+is left takes 5.8 s instead of 10.4 for the programs of Llama-3-70B on 64 devices. Dominance among strategies, which was
+here, won nothing.
 """
 
 from autotp.planner.ilp.deadline import NEVER, Deadline, Expired

@@ -302,3 +302,16 @@ def test_malformed_problems_name_the_culprit(change, message: str) -> None:  # n
     problem = chain()
     with pytest.raises(ValueError, match=message):
         solve(replace(problem, tensors=(change(problem.tensors[0]),)))
+
+
+def test_tables_between_the_same_nodes_are_one_whose_bound_is_closer():
+    a, b = (Node(name, np.zeros(2), np.zeros(2)) for name in "ab")
+    same, none = np.eye(2), np.zeros((2, 2))
+    first = Tensor("a.out", 0, np.arange(2), (Use(1, np.arange(2)),), same, none, none)
+    back = Tensor("b.out", 1, np.arange(2), (Use(0, np.array([1, 0])),), same, none, none)
+    problem = Problem((a, b), (first, back))
+    core = eliminate_some(problem, work=0.0)
+    assert len(core.problem.nodes) == 2 and len(core.problem.tensors) == 1
+    assert evaluate(core.problem, (0, 1)).seconds == evaluate(core.problem, (1, 1)).seconds == 1
+    assert Dual(problem, 10.0).sweep()[0] == pytest.approx(0, abs=1e-9)
+    assert Dual(core.problem, 10.0).sweep()[0] == pytest.approx(1, abs=1e-9)

@@ -24,7 +24,7 @@ from autotp.planner import plan_captured, prepare, squeeze
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.choices import Choice
 from autotp.planner.folding import folded
-from autotp.planner.ilp import Deadline, cheapest
+from autotp.planner.ilp import Deadline, cheapest, evaluate
 from autotp.planner.moments import Moments
 from autotp.plans.options import Options
 from benchmarks.models import Transformer
@@ -164,6 +164,11 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
             for moment in held:
                 assert moments.bytes(moment, choice, surely=True) <= held[moment] * (1 + 1e-9), (mesh, moment)
             worst = max(held, key=held.__getitem__)
+            seconds = evaluate(assembled.problem, choice).seconds
+            for surely in (True, False):
+                both = moments.program({worst: 0.5, moments.usual[0]: 0.5}, surely, assembled.problem, 3.0)
+                bytes_held = sum(0.5 * moments.bytes(one, choice, surely) for one in (worst, moments.usual[0]))
+                assert evaluate(both, choice).seconds == pytest.approx(3 * seconds + bytes_held, rel=1e-9)
             close.append(moments.bytes(worst, choice, surely=True) / held[worst])
     assert max(close) > 0.6, "and they are no trivial bounds"
 
