@@ -11,6 +11,8 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 4
 
 # One thread a process: the ranks share the cores, and the order of float sums stays the same.
 export OMP_NUM_THREADS := 1
+# What is compiled on import is kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test slow exact newest newest-torch tables predictions overlap docs lint format clean
 .DEFAULT_GOAL := help
