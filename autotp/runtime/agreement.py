@@ -314,9 +314,14 @@ def told(doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def everywhere(doing: str) -> Iterator[None]:
-    """Raises on every rank if any rank fails inside, where no collective may be called."""
-    if not dist.is_initialized():
+def everywhere(doing: str, join: Callable[[], None] | None = None) -> Iterator[None]:
+    """Raises on every rank if any rank fails inside, where no collective may be called.
+
+    Args:
+        doing: what fails then, for the message.
+        join: makes the process group, if there is none; where it cannot, what failed inside is raised first.
+    """
+    if join is None and not dist.is_initialized():
         raise AutotpError(f"{doing}: no process group; autotp.parallelize, which comes first, makes one")
     problem: Exception | None = None
     try:
@@ -326,6 +331,11 @@ def everywhere(doing: str) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
         problem = AutotpError(f"{doing}: {str(error) or type(error).__name__}")
         problem.__cause__ = error
+    try:
+        if join is not None:
+            join()
+    except AutotpError as error:
+        raise problem or error from None
     reports = JobAgreement().gathered(None if problem is None else str(problem))
     if problem is not None:
         raise problem

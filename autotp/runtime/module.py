@@ -44,7 +44,7 @@ from autotp.runtime.programs import (
 )
 from autotp.runtime.recording import Event, recorded
 from autotp.runtime.rewrite import Rewritten
-from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, require_parts, state_of
+from autotp.runtime.state import distribute, held_part, local_part, local_parts, of_rank_0, require_parts
 from autotp.runtime.submodule import Sealed, Submodule
 from costmodel.errors import require
 from passes.capture import matching
@@ -99,8 +99,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         persistent = set(model.state_dict(keep_vars=True))
         modules = hierarchy(root, model, _TAKEN.own)
         device = torch.device(mesh.device_type)
-        state = ((fqn, value) for fqn, value in state_of(model, initialise, seed) if fqn not in captured.aliases)
-        for fqn, tensor in of_rank_0(state, device, broadcast=broadcast):
+        for fqn, tensor in of_rank_0(model, initialise, seed, device, captured.aliases, broadcast=broadcast):
             if fqn in learned:
                 attach(root, fqn, carrying(learned[fqn], distribute(tensor, layouts[fqn], mesh)))
             else:

@@ -22,7 +22,7 @@ from autotp.planner import plan_captured
 from autotp.plans.families import Family
 from autotp.plans.options import Options, machine_of, require_no_array, require_plan
 from autotp.plans.plan import Plan, check_compile, overlapping
-from autotp.runtime.agreement import JobAgreement, agreed, join_job
+from autotp.runtime.agreement import JobAgreement, agreed, everywhere, join_job
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
 from autotp.runtime.programs import MOST
@@ -130,57 +130,58 @@ def parallelize(
             parameters.
     """
     same = {name: value for name, value in locals().items() if name not in _OWN}
-    require(model, nn.Module, "the model", "an instance of torch.nn.Module")
-    for name, value in same.items():
-        require_no_array(name, value)
-    if plan is not None:
-        require_plan(plan)
-    same |= {"strategy": strategy.name if isinstance(strategy, Family) else strategy, "plan": plan and plan.hash}
+    same |= {"strategy": strategy.name if isinstance(strategy, Family) else strategy, "plan": getattr(plan, "hash", plan)}
     with suppress(Exception):  # what is wrong with a model is an error on all ranks, once they have met
         same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
-    if inputs not in ("global", "local", "uneven"):
-        raise AutotpError(f"inputs={shown(inputs)} is unknown; choose 'global', 'local' or 'uneven'")
-    if schedule is not None:
-        overlapping(schedule)
-    if compile is not None:
-        check_compile(compile)
-    ways_to_draw(dropout, torch.device("cpu"))
-    require(broadcast, bool, "broadcast", "True or False")
-    require(debug, bool, "debug", "True or False")
-    if initialise is not None and not callable(initialise):
-        raise AutotpError(f"initialise={shown(initialise)}: give a function of a module, or None")
-    if not (topology is None or isinstance(topology, (str, os.PathLike, Topology))):
-        raise AutotpError(f"topology {shown(topology)}: give a preset's name, the path of a .toml file, or a Topology")
-    if not isinstance(max_programs, int) or max_programs < 1:
-        raise AutotpError(f"max_programs={shown(max_programs)}: give a positive number")
-    kept, seen = (outputs, observe or ()) if plan is None else (plan.outputs, plan.observe)
-    if outputs is not None and outputs != kept:
-        raise AutotpError(f"outputs={outputs!r}, but the plan is for outputs={kept!r}: leave outputs out, or plan with it")
-    if plan is not None and observe is not None and not (isinstance(observe, Sequence) and tuple(observe) == tuple(seen)):
-        planned = f"observe={[*seen]}: leave observe out, or plan with it"
-        raise AutotpError(f"observe={shown(observe)}, but the plan is for {planned}")
-    options = Options(
-        strategy,
-        mesh=mesh,
-        mode=mode,
-        memory=memory,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        panels=panels,
-        chunks=chunks,
-        schedule=schedule or Options.schedule,
-        compile=Options.compile if compile is None else compile,
-        constraints=constraints,
-        recompute=recompute,
-        reshard_after_forward=reshard_after_forward,
-        gap=gap,
-        precision=precision,
-        outputs=kept or Options.outputs,
-        observe=seen,
-    )
-    if plan is not None:
-        options.require(plan)
-    _join()
+    with everywhere("cannot parallelize", _join):
+        require(model, nn.Module, "the model", "an instance of torch.nn.Module")
+        for name, value in same.items():
+            require_no_array(name, value)
+        if plan is not None:
+            require_plan(plan)
+        if inputs not in ("global", "local", "uneven"):
+            raise AutotpError(f"inputs={shown(inputs)} is unknown; choose 'global', 'local' or 'uneven'")
+        if schedule is not None:
+            overlapping(schedule)
+        if compile is not None:
+            check_compile(compile)
+        ways_to_draw(dropout, torch.device("cpu"))
+        require(broadcast, bool, "broadcast", "True or False")
+        require(debug, bool, "debug", "True or False")
+        if initialise is not None and not callable(initialise):
+            raise AutotpError(f"initialise={shown(initialise)}: give a function of a module, or None")
+        if not (topology is None or isinstance(topology, (str, os.PathLike, Topology))):
+            raise AutotpError(f"topology {shown(topology)}: give a preset's name, the path of a .toml file, or a Topology")
+        if not isinstance(max_programs, int) or max_programs < 1:
+            raise AutotpError(f"max_programs={shown(max_programs)}: give a positive number")
+        kept, seen = (outputs, observe or ()) if plan is None else (plan.outputs, plan.observe)
+        if outputs is not None and outputs != kept:
+            asked = f"outputs={outputs!r}, but the plan is for outputs={kept!r}"
+            raise AutotpError(f"{asked}: leave outputs out, or plan with it")
+        if plan is not None and observe not in (None, [*seen], tuple(seen)):
+            planned = f"observe={[*seen]}: leave observe out, or plan with it"
+            raise AutotpError(f"observe={shown(observe)}, but the plan is for {planned}")
+        options = Options(
+            strategy,
+            mesh=mesh,
+            mode=mode,
+            memory=memory,
+            optimizer=optimizer,
+            accumulate=accumulate,
+            panels=panels,
+            chunks=chunks,
+            schedule=schedule or Options.schedule,
+            compile=Options.compile if compile is None else compile,
+            constraints=constraints,
+            recompute=recompute,
+            reshard_after_forward=reshard_after_forward,
+            gap=gap,
+            precision=precision,
+            outputs=kept or Options.outputs,
+            observe=seen,
+        )
+        if plan is not None:
+            options.require(plan)
     agreement = JobAgreement(watched=True)
     agreement.require_same(same)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.runtime.agreement import told
+from autotp.runtime.agreement import everywhere, told
 from autotp.runtime.strides import arranged
 from passes.layouts.layout import Layout, take
 from passes.torch_internals import detect_fake_mode, dtensor_handlers, dtensor_of, held_elsewhere, local_tensor, version
@@ -30,7 +30,6 @@ __all__ = [
     "of_rank_0",
     "real_tensors",
     "set_into",
-    "state_of",
 ]
 
 
@@ -99,38 +98,54 @@ def set_into(held: Tensor | None, value: Any, path: str) -> Any:
     return held
 
 
-def state_of(model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _state_of(
+    model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int, problems: list[Exception]
+) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer (name, whole value), one module at a time.
 
     A module whose own state is on ``meta`` is filled in by a copy of that module alone, initialised by ``initialise`` (by
     default a Hugging Face model's own, or the module's ``reset_parameters``); the copy is dropped before the next module.
-
-    Raises:
-        AutotpError: when nothing initialises a tensor that is on ``meta``.
+    What goes wrong there is added to ``problems``, and nothing else is initialised: other ranks wait for the tensors.
     """
     for position, (path, module) in enumerate(model.named_modules()):
         own = {**_own(module._parameters), **_own(module._buffers)}
         if any(tensor.is_meta for tensor in own.values()):
-            own = _filled(model, module, path, initialise, seed + position)
+            filled = {name: _unset(tensor) for name, tensor in own.items()}
+            try:
+                own = filled if problems else _filled(model, module, path, initialise, seed + position)
+            except Exception as error:  # noqa: BLE001 - of the user's function
+                problems.append(error)
+                own = filled
         for name, tensor in own.items():
             yield (f"{path}.{name}" if path else name), tensor
 
 
 def of_rank_0(
-    state: Iterable[tuple[str, Tensor]], device: torch.device, *, broadcast: bool
+    model: nn.Module,
+    initialise: Callable[[nn.Module], None] | None,
+    seed: int,
+    device: torch.device,
+    without: Collection[str] = (),
+    *,
+    broadcast: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A model's state, the same on all ranks, on their devices.
+    """A model's parameters and buffers (name, whole value), the same on all ranks, on their devices.
 
     Args:
-        state: every parameter and buffer (name, whole value), in the same order on every rank.
+        model: the same on every rank, but for its values.
+        initialise, seed: for what is on ``meta``, where ``initialise`` may be left out.
         device: of this rank.
+        without: names that are left out.
         broadcast: whether rank 0's values are taken; otherwise all ranks must have the same.
 
     Raises:
+        AutotpError: on every rank, when one fails to initialise what is on ``meta``, or nothing does.
         PlanMismatchError: on every rank, where values differ; names the ranks and the tensor.
     """
-    ranks, sums = dist.get_world_size(), dict[str, int]()
-    for name, tensor in state:
+    ranks, sums, problems = dist.get_world_size(), dict[str, int](), list[Exception]()
+    for name, tensor in _state_of(model, initialise, seed, problems):
+        if name in without:
+            continue
         value = tensor.detach()
         if broadcast and ranks > 1:
             value = value.to(device, copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
@@ -139,6 +154,9 @@ def of_rank_0(
         elif ranks > 1:
             sums[name] = checksum(value)
         yield name, value
+    with everywhere("cannot initialise the model"):
+        if problems:
+            raise problems[0]
     every: list[dict[str, int]] = [sums] * ranks
     if sums:
         dist.all_gather_object(every, sums)

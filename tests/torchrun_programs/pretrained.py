@@ -195,6 +195,19 @@ def errors():
     none = "None is no path: give the name of a directory"
     refused((f"rank 1: {none}", none), autotp.load_pretrained, parallel, None if rank else folder)
 
+    def initialise(module):
+        if rank == 1:
+            raise FileNotFoundError("no weights here")
+        module.reset_parameters()
+
+    with torch.device("meta"):
+        linear, example = torch.nn.Linear(4, 4), (torch.zeros(4, 4),)
+    nowhere = "cannot initialise the model: no weights here"
+    refused((f"rank 1: {nowhere}", nowhere), autotp.parallelize, linear, None, example, initialise=initialise)
+    said = "strategy 'typo' is unknown"
+    options = {"strategy": "zero3" if rank else "typo"}
+    refused((said, f"rank 0: {said}"), autotp.parallelize, torch.nn.Linear(4, 4), None, example, **options)
+
     written = (folder / "model.safetensors").read_bytes()
     config = Broken() if rank == 0 else None
     full = f"cannot save to {folder}: [Errno 28] No space left on device"

@@ -206,6 +206,7 @@ def test_output_that_cannot_be_written(place, monkeypatch):
     assert ended.stderr == "error: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", thinned([["--version"], ["topology"], ["plan", "--topology", "cpu", "--model", "config.json"]], 3, whole=True)
 )
@@ -228,6 +229,7 @@ def test_output_in_an_encoding_without_all_characters(place, encoding):
     assert b"predicted step" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone(place):
     with subprocess.Popen(
         [sys.executable, "-m", "autotp", "topology", "cpu", "--json"],

@@ -258,7 +258,8 @@ def collectives(graph):
     return Counter(COLLECTIVE_OF[note_of(node).collective.target] for node in graph.nodes if node.target is launch)
 
 
-@pytest.mark.parametrize("chunks", thinned([{"batch": 2}, {}], first=1, slow=1, whole=True), ids=["chunks", "whole"])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", thinned([{"batch": 2}, {}], first=1, whole=True), ids=["chunks", "whole"])
 @pytest.mark.parametrize(("strategy", "mesh"), thinned([("data", (4,)), ("zero3", (4,)), ("tesseract-2.5d", (2, 2, 2))], 3))
 def test_inner_steps_reduce_no_gradients_of_parameters(strategy, mesh, chunks):
     """What inner steps lack is what the mirrors of reshards of parameters are; the last step has it once."""

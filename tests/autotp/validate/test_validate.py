@@ -201,6 +201,7 @@ def test_degrees_alone_are_ranked(tmp_path):
     assert [[one.run.name for one in group.predictions] for group in groups] == [["8x1", "4x2", "2x4"]]
 
 
+@pytest.mark.slow
 def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     sizes = [256, 512, 1024, 2048, 512, 1024]
@@ -230,6 +231,7 @@ def test_the_command_prints_fits_and_draws(tmp_path, capsys, monkeypatch):
     assert stop.value.code == 2 and "the first: pipe: a pipeline of 2 stages" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_fit_that_says_nothing_of_the_device_is_refused(tmp_path, capsys):
     rows = [RUN | {"id": f"r{n}", "seq": 64 * (1 + n), "step_seconds": 1e6} for n in range(7)]
     with pytest.raises(SystemExit) as stop:

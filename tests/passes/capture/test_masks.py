@@ -89,7 +89,6 @@ def test_numbers_stay_the_models(name):
                 ),
             ),
         ],
-        first=1,
         slow=1,
     ),
 )

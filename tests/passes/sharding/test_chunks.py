@@ -75,7 +75,7 @@ def images(layer):
     return Images(LAYERS[layer]()).double(), (torch.randn(8, 4, 6, 6, **F64),)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", thinned(LAYERS, whole=True))
 @pytest.mark.parametrize(
     ("strategy", "mesh", "chunks", "schedule"),
     thinned(
