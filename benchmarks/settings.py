@@ -259,9 +259,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def make(models: Sequence[str], machines: Sequence[str], **_: Any) -> str:
     """The predicted step of `auto` against every family."""
+    known = {(one.model, one.machine) for one in _kept()}
     for model in models:
         for name in machines:
-            if (model, name) not in {(one.model, one.machine) for one in _kept()}:
+            if (model, name) not in known:
                 new = [one.setting for one in outcomes(model, name)]
                 with KEPT.open("a") as file:
                     file.writelines(json.dumps(asdict(one)) + "\n" for one in new)

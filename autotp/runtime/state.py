@@ -110,12 +110,12 @@ def _state_of(
     for position, (path, module) in enumerate(model.named_modules()):
         own = {**_own(module._parameters), **_own(module._buffers)}
         if any(tensor.is_meta for tensor in own.values()):
-            filled = {name: _unset(tensor) for name, tensor in own.items()}
             try:
-                own = filled if problems else _filled(model, module, path, initialise, seed + position)
+                own = own if problems else _filled(model, module, path, initialise, seed + position)
             except Exception as error:  # noqa: BLE001 - of the user's function
                 problems.append(error)
-                own = filled
+            if problems:
+                own = {name: _unset(tensor) for name, tensor in own.items()}
         for name, tensor in own.items():
             yield (f"{path}.{name}" if path else name), tensor
 

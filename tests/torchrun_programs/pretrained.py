@@ -202,8 +202,8 @@ def errors():
 
     with torch.device("meta"):
         linear, example = torch.nn.Linear(4, 4), (torch.zeros(4, 4),)
-    nowhere = "cannot initialise the model: no weights here"
-    refused((f"rank 1: {nowhere}", nowhere), autotp.parallelize, linear, None, example, initialise=initialise)
+    said = "cannot initialise the model: no weights here"
+    refused((f"rank 1: {said}", said), autotp.parallelize, linear, None, example, initialise=initialise)
     said = "strategy 'typo' is unknown"
     options = {"strategy": "zero3" if rank else "typo"}
     refused((said, f"rank 0: {said}"), autotp.parallelize, torch.nn.Linear(4, 4), None, example, **options)

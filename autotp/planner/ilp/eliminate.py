@@ -311,11 +311,11 @@ def _joined(pool: _Pool) -> None:
     for number, factor in pool.factors.items():
         if len(factor.nodes) == 2:
             between.setdefault(frozenset(factor.nodes), {})[number] = factor
-    for numbered in between.values():
+    for numbered in (some for some in between.values() if len(some) > 1):
         nodes, factors = next(iter(numbered.values())).nodes, list(numbered.values())
         index, first = zip(*(_classes([f.index[f.nodes.index(n)] for f in factors]) for n in nodes), strict=True)
         made = _Factor(nodes, index, tuple(map(len, first)))
-        if len(factors) < 2 or math.prod(made.sizes) > max(_GROWTH * sum(math.prod(f.sizes) for f in factors), 64.0):
+        if math.prod(made.sizes) > max(_GROWTH * sum(math.prod(f.sizes) for f in factors), 64.0):
             continue
         made.table = np.zeros(made.sizes)
         for factor in factors:

@@ -44,10 +44,9 @@ def load_pretrained(
     Raises:
         AutotpError: on every rank, when a file is missing or damaged, or when names, shapes or dtypes do not fit.
     """
-    with everywhere("cannot load"):
+    with everywhere(f"cannot load {directory!s}"):
         require_path(directory, "a directory")
         require(strict, bool, "strict", "True or False")
-    with everywhere(f"cannot load {os.fspath(directory)}"):
         state = entries_of(parallel)
         matched = match(state, stored_in(Path(directory)))
         matched.require(os.fspath(directory), strict)

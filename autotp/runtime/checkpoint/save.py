@@ -63,16 +63,16 @@ def save_pretrained(
     Raises:
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
-    with everywhere("cannot save"):
-        require_path(directory, "a directory")
-    target, wrong = Path(directory), f"cannot save to {os.fspath(directory)}"
+    wrong = f"cannot save to {directory!s}"
     with everywhere(wrong):
+        require_path(directory, "a directory")
         state, first = entries_of(parallel), dist.get_rank() == 0
         files = _files(state, _size(max_shard_size))
         if config is not None and not callable(getattr(config, "save_pretrained", None)):
             raise AutotpError(f"config is a {type(config).__name__}, which has no save_pretrained: pass model.config")
         if first:
             safetensors_library()
+    target = Path(directory)
     with staged(target, INDEX, _WEIGHTS) as folder:
         for name, entries in files.items():
             whole = {entry.names[0]: kept for entry in entries if (kept := _gathered(entry, target)) is not None}
