@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -113,6 +114,12 @@ class Found:
     def memory(self) -> float:
         """Bytes on each device at the worst moment of a step."""
         return max(self.held.values(), default=0.0)
+
+    def proven(self, seconds: float, bound: float) -> Found:
+        """The same choice, with the step that it was chosen for, and seconds that none is below."""
+        found = copy.copy(self)  # with all that was worked out
+        object.__setattr__(found, "solution", replace(self.solution, seconds=seconds, bound=bound))
+        return found
 
     def _stand(self, node: fx.Node) -> fx.Node:
         """The node that decides for it."""

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -31,7 +31,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, evaluate, least, minimax, promising
+from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, evaluate, least, minimax, promising, side_by_side
 from autotp.planner.least_step import Searched, first_shares, most_chunks
 from autotp.planner.mixing import Met, mix
 from autotp.planner.moments import Moments
@@ -71,19 +71,20 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
     known = floor if search.most == 1 else 0.0
     floors, others = [search.on(one, known, search.look) for one in every[:1]], every[1:]
-    # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
-    bounded = []
-    for number, one in enumerate(others):
+
+    def bounded(number: int) -> float:
         until = contest.deadline.within(contest.deadline.left / (len(others) - number + _CLOSELY))
-        bounded.append((search.on(one, known, partial(search.bounded, until=until)), number))
-    for low, number in sorted(bounded):
+        return search.on(others[number], known, partial(search.bounded, until=until))
+
+    # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
+    lows = side_by_side([partial(bounded, number) for number in range(len(others))], contest.deadline)
+    for low, number in sorted((low, number) for number, low in enumerate(lows)):
         floors.append(low if low >= search.good else max(low, search.on(others[number], low, search.look)))
     best_met = search.best
     if best_met is None:
         return Searched(None, max(0.0, min(floors, default=math.inf)), math.inf)
-    floor, found = max(0.0, min([best_met.step, *floors])), best_met.found
-    solution = replace(found.solution, seconds=best_met.step, bound=floor)
-    return Searched(replace(found, solution=solution), floor, found.memory)
+    floor = max(0.0, min([best_met.step, *floors]))
+    return Searched(best_met.found.proven(best_met.step, floor), floor, best_met.found.memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,20 +121,26 @@ class _Analysis:
             yield (node, index), dims, tuple(result.shape)
 
     def spread_cuts(self) -> None:
-        changed, forward = True, True
-        while changed:
-            changed = False
+        users, waiting, forward = defaultdict[Value, list[fx.Node]](list), set(self.nodes), True
+        for node in self.nodes:
+            for value, _, _ in self.tensors(node):
+                users[value].append(node)
+        while waiting:
             for node in self.nodes if forward else reversed(self.nodes):
-                changed |= self._spread(node)
+                if node in waiting:
+                    waiting.discard(node)
+                    for value in self._spread(node):
+                        waiting.update(users[value])
             forward = not forward
 
-    def _spread(self, node: fx.Node) -> bool:
-        rule, changed = self.rules[node], False
+    def _spread(self, node: fx.Node) -> list[Value]:
+        """The tensors of a node that have new cuts, or are to be looked at once more."""
+        rule, found = self.rules[node], list[Value]()
         if rule is None:
-            return False
+            return found
         for value, dims, shape in self.tensors(node):
             for d, dim in enumerate(dims):
-                known, low = self.cuts.setdefault((value, d), []), 1
+                known, low, changed = self.cuts.setdefault((value, d), []), 1, False
                 for factor in dim:
                     size = rule.sizes[factor]
                     mine = self.factor_cuts.setdefault((node, factor), [])
@@ -144,7 +151,9 @@ class _Analysis:
                         changed |= _add(known, cut * low, shape[d])
                     low *= size
                     changed |= _add(known, low, shape[d])
-        return changed
+                if changed:
+                    found.append(value)
+        return found
 
     def parts(self, node: fx.Node, factor: str) -> list[tuple[str, int]]:
         """The parts of a factor after cuts: (name, size), the major one first."""

@@ -221,13 +221,15 @@ def assert_used(plan, strategy, mesh):
         assert found >= share * len(operators), (scheme, [op.scheme for op in operators])
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh"), thinned(COVERING, first=len(autotp.FAMILIES)), ids=written)
+@pytest.mark.parametrize(
+    ("name", "strategy", "mesh"), thinned(COVERING, first=4, slow=len(autotp.FAMILIES) - 4), ids=written
+)
 def test_a_covering_part(name, strategy, mesh):
     plan = check(name, strategy, mesh)
     assert_used(plan, strategy, mesh)
 
 
-@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, first=1), ids=written)
+@pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, slow=1), ids=written)
 def test_overlap(name, strategy, mesh, chunks):
     """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
     plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
@@ -260,7 +262,7 @@ def test_recomputation(case):
     assert plan.predicted.step_seconds > kept.predicted.step_seconds
 
 
-@pytest.mark.parametrize("case", thinned(ONCE, first=1, whole=True), ids=written)
+@pytest.mark.parametrize("case", thinned(ONCE, slow=1, whole=True), ids=written)
 def test_parameters_gathered_once(case):
     name, strategy, mesh, chunks, recompute = case
     plan = check(name, strategy, mesh, 1, chunks, chunks is not None, recompute, twice=False)

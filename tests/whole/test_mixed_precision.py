@@ -52,7 +52,7 @@ def _whole(tensor: Any) -> Tensor:
 @pytest.mark.parametrize("name", thinned(["gpt2", "llama", "resnet"], first=1, whole=True))
 @pytest.mark.parametrize(
     "precision",
-    thinned(["bf16-mixed", "reduce_dtype=bfloat16", MixedPrecisionPolicy(torch.bfloat16)], first=1, slow=1, whole=True),
+    thinned(["bf16-mixed", "reduce_dtype=bfloat16", MixedPrecisionPolicy(torch.bfloat16)], slow=2, whole=True),
     ids=str,
 )
 def test_three_steps_equal_fsdp2_to_the_bit(name: str, precision: Any) -> None:

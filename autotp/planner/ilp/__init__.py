@@ -3,8 +3,9 @@
 Input: a `problem`, whose nodes have choices and whose tensors link them, with seconds; output: a `Solution` with its proof,
 or bounds. `solve` calls `presolve`, then `eliminate` where that is cheap, else `search`, which bounds by `dual`, improves
 by `local`, and settles the rest by `labels` or `mip`, until the `deadline`. `hasty` gives choices without proof, and
-`minimax` solves a small model under several limits at once. Where memory is short, seconds for every byte are part of what
-strategies cost (*priced*): how many, is found outside (`autotp.planner.squeeze`).
+`minimax` solves a small model under several limits at once. `copies` of the process bound programs side by side. Where
+memory is short, seconds for every byte are part of what strategies cost (*priced*): how many, is found outside
+(`autotp.planner.squeeze`).
 
 Every method is here because it wins by a factor of 2 or more on an instance of a real model. The table holds CPU seconds on
 one thread of a shared machine; the instances are small models on four devices, the programs as the planner states them.
@@ -25,6 +26,7 @@ is left takes 5.8 s instead of 10.4 for the programs of Llama-3-70B on 64 device
 here, won nothing.
 """
 
+from autotp.planner.ilp.copies import side_by_side
 from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
 from autotp.planner.ilp.hasty import Hasty
 from autotp.planner.ilp.minimax import minimax
@@ -62,6 +64,7 @@ __all__ = [
     "least",
     "minimax",
     "promising",
+    "side_by_side",
     "solution_at",
     "solve",
 ]

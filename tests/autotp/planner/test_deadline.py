@@ -111,7 +111,7 @@ def test_whenever_the_time_is_over_the_gap_is_true(schedule, seed):
 
 
 @pytest.mark.parametrize("short", thinned([True, False], whole=True))
-@pytest.mark.parametrize("limit", thinned([0.0, 2.0, 6.0], first=2, whole=True))
+@pytest.mark.parametrize("limit", thinned([0.0, 2.0, 6.0], first=1, slow=1, whole=True))
 def test_a_limit_is_kept_to_within_a_second(large, limit, short):
     captured, memory = large
     with Work() as work:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import random
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from autotp.planner import plan_captured, prepare, squeeze
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.choices import Choice
 from autotp.planner.folding import folded
-from autotp.planner.ilp import Deadline, cheapest, evaluate
+from autotp.planner.ilp import Deadline, cheapest, copies, evaluate
 from autotp.planner.moments import Moments
 from autotp.plans.options import Options
 from benchmarks.models import Transformer
@@ -250,3 +251,22 @@ def test_a_wider_gap_ends_the_search_earlier_and_is_kept():
     assert narrow.predicted.step_seconds <= wide.predicted.step_seconds * (1 + 1e-9)
     with pytest.raises(autotp.AutotpError, match="gap 1.5: give a share of the step from 0 to below 1"):
         Options(gap=1.5)
+
+
+@pytest.mark.slow
+def test_copies_of_the_process_bound_what_this_one_does(monkeypatch):
+    captured, topology = capture(Deep(3), (torch.randn(8, 32, 32),)), autotp.Topology.load("dgx-h100").resized(8)
+    none = plan_captured(captured, topology, Options(mesh=(8,), recompute="none")).predicted.memory_bytes
+    options = Options(memory=0.7 * none)
+
+    def planned():
+        plan = plan_captured(captured, topology, options)
+        return plan.mesh_shape, plan.gap, plan.recomputed, [(op.name, op.layouts) for op in plan.operators]
+
+    alone, made = planned(), []
+    monkeypatch.setattr(copies, "_WORTH", 0.0)
+    monkeypatch.setattr(copies, "_cores", lambda: 2)
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: made.append(True) or fork())
+    assert planned() == alone
+    assert made

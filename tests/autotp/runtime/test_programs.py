@@ -354,7 +354,7 @@ def test_the_call_is_the_models():
     torch.testing.assert_close(ours(x, y), model(x, y), **SIX)
 
 
-@pytest.mark.parametrize("schedule", thinned(["none", "overlap"], first=1, whole=True))
+@pytest.mark.parametrize("schedule", thinned(["none", "overlap"], slow=1, whole=True))
 def test_a_checkpoint_sees_nothing_of_a_program_that_is_made_within_it(schedule):
     """Nor do other hooks on what is saved, and selective checkpoints."""
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
@@ -438,7 +438,9 @@ class Remembering(nn.Module):
             ("data", (4,), "S(0)@x"),
             ("zero3", (4,), "S(0)@x"),
             ("tensor3d", (2, 2), "S(1)@"),
-        ]
+        ],
+        first=1,
+        slow=1,
     ),
 )
 def test_a_cache_rests_where_it_is_read(strategy, mesh, rests, schedule):
@@ -673,7 +675,7 @@ class Laid(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("strategy", thinned(["megatron-1d", "data"], first=1, slow=1, whole=True))
+@pytest.mark.parametrize("strategy", thinned(["megatron-1d", "data"], first=1, whole=True))
 def test_outputs_lie_as_the_models(strategy, schedule):
     """Views of an output are views where the model's are, and what is written through them is seen."""
     torch.manual_seed(0)

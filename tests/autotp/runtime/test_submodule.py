@@ -295,6 +295,7 @@ class Leaving(Net):
         return 0.1 * self.aux
 
 
+@pytest.mark.slow
 def test_what_forward_leaves_behind_can_be_read():
     model = Leaving()
     parallel = autotp.parallelize(copy.deepcopy(model), None, (X,), strategy="data")
