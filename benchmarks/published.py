@@ -141,7 +141,7 @@ V100s to DLPerf's on one box. `autotp validate` prints the same for a table of y
 device to it. The plot shows all runs.
 
 Megatron-LM's runs in float16 have weights in float16 with float32 copies in the optimizer, reduce gradients once a step,
-and overlap nothing. vTrain's runs in one node recompute nothing: its own simulator recomputes nothing in the last stage of
+all of them together, and overlap nothing. vTrain's runs in one node recompute nothing: its own simulator recomputes nothing in the last stage of
 a pipeline, which is the only one there, and with recomputation they would reach 203 TFLOP/s a device. MosaicML's training
 metrics work out the cross entropy in float32.
 
@@ -153,8 +153,6 @@ _REACH = """What is known of them:
 
 - `dlperf-megatron-MP_1x16` and `MP_1x32`: tensor parallelism over one InfiniBand adapter of 100 Gbit/s. The same ring
   carries 10 GB/s in DLPerf's data-parallel runs, and 6 to 8 GB/s here.
-- `vtrain-s0874`, `s0526` and `m020`: small batches over four and eight tensor-parallel devices. The preset's overhead of a
-  collective is too small for them: its fit counted more collectives than the plans have.
 - `mpt-1b-a10040-32g`: measured 1.32 s, where 64 and 128 devices take 1.08 and 1.10 s for as much work each.
 - `thunder-*`: one sample of a step each, most without the optimizer; `ddp-eager` takes 27 % longer than one device alone,
   which gradients on NVLink do not explain. thunder's kernels are not Inductor's.
@@ -162,7 +160,7 @@ _REACH = """What is known of them:
 - `titan-8b-8g-fsdp-eager`: 16 % more than the same run compiled; fusion is priced as 4 %.
 """
 
-_ORDER = "Sets of runs that differ in their degrees alone:\n"
+_ORDER = "Sets of runs that differ in their degrees and micro-batches alone; what was measured twice counts once:\n"
 _SCALE = (
     "Runs that differ in their number of devices alone, by how much a step takes longer on the most than on the fewest:\n"
 )

@@ -106,21 +106,27 @@ class Explanation:
         return self.compute_seconds + self.inner_seconds + self.reshard_seconds
 
 
-def priced_plan(captured: Captured, plan: Plan) -> Priced:
+def priced_plan(captured: Captured, plan: Plan, merged: bool | None = None) -> Priced:
     """A plan's strategies with their prices, without its chunks.
+
+    Args:
+        captured: the model that was planned, captured for the same inputs.
+        plan: the plan.
+        merged: whether gradients travel together; if left out, as its schedule says.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
     """
     operators, chosen, resting = checked(captured, plan)
     model = prepare(captured, parse(plan.constraints), plan.repeated, train=plan.mode == "train", compiled=plan.compile)
+    merged = plan.schedule == "overlap" if merged is None else merged
     prices = Prices(
         plan.topology,
         plan.mesh_shape,
         train=plan.mode == "train",
         optimizer=plan.optimizer,
         accumulate=plan.accumulate,
-        together=model.parameter_bytes if plan.schedule == "overlap" else 0.0,
+        together=model.parameter_bytes if merged else 0.0,
     )
     panels, found = panelled(plan, operators, chosen, resting)
     once = [name for name, fqn in captured.parameters.items() if fqn in plan.gathered_once]

@@ -113,7 +113,8 @@ def predicted(run: MeasuredRun) -> Prediction:
         captured = capture(model, (tokens, tokens), None, precision)
     options = replace(_options(run), precision=precision)
     plan = plan_captured(captured, run.topology, options)
-    return Prediction(run, plan, _work(captured, plan))
+    work = _work(captured, plan)
+    return Prediction(run, replace(plan, predicted=work.sums.predicted(work.hides, plan.predicted.memory_bytes)), work)
 
 
 def predicted_all(
@@ -181,7 +182,7 @@ def _options(run: MeasuredRun) -> Options:
 
 
 def _work(captured: Captured, plan: Plan) -> StepWork:
-    priced = priced_plan(captured, plan)
+    priced = priced_plan(captured, plan, merged=True)  # Megatron's gradients lie in one buffer, without overlap, too
     found: dict[tuple[str, str, bool], list[tuple[list[float], float, float]]] = defaultdict(list)
     for node, operator in priced.model.operators.items():
         run = priced.runs.run(node)
@@ -206,11 +207,11 @@ def _work(captured: Captured, plan: Plan) -> StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Runs that differ in their degrees alone.
+    """Runs that differ in their degrees and micro-batches alone.
 
     Attributes:
         predictions: the runs.
-        tau: Kendall's tau of predicted and measured seconds.
+        tau: Kendall's tau of predicted and measured seconds. What was measured several times counts once, with the mean.
         fastest, predicted: the run that was the fastest, and the one that is predicted to be.
     """
 
@@ -252,20 +253,20 @@ def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def rankings(predictions: Sequence[Prediction]) -> list[Ranking]:
-    """Of runs that differ in their degrees alone, three or more together."""
-    groups: dict[object, list[Prediction]] = defaultdict(list)
+    """Of runs that differ in their degrees and micro-batches alone, with three or more degrees."""
+    groups: dict[object, dict[tuple[int, int, int], list[Prediction]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         run = one.run
         whole = run.batch * run.accumulate * run.data
         key = run.source, run.model, run.sequence, run.topology.device.name, run.topology.devices, whole, run.recompute
-        groups[key].append(one)
-    return [
-        Ranking(
-            group,
-            kendall([one.seconds for one in group], [one.run.seconds for one in group]),
-            min(group, key=lambda one: one.run.seconds).run,
-            min(group, key=lambda one: one.seconds).run,
-        )
-        for group in groups.values()
-        if len({(one.run.data, one.run.tensor) for one in group}) > 2
-    ]
+        groups[key][run.data, run.tensor, run.batch].append(one)
+    found = []
+    for settings in groups.values():
+        if len({(data, tensor) for data, tensor, _ in settings}) < 3:
+            continue
+        group = list(settings.values())
+        measured = [statistics.fmean(one.run.seconds for one in same) for same in group]
+        told = [statistics.fmean(one.seconds for one in same) for same in group]
+        fastest, predicted = (group[seconds.index(min(seconds))][0].run for seconds in (measured, told))
+        found.append(Ranking([one for same in group for one in same], kendall(told, measured), fastest, predicted))
+    return found
