@@ -7,7 +7,6 @@ parameters are. Nothing here needs an integer program, so a job that cannot fit 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -17,15 +16,15 @@ from torch import fx
 
 from autotp.costs.model import Model
 from autotp.costs.prices import Prices
-from autotp.costs.runs import Runs
+from autotp.costs.runs import Run, Runs
 from passes.graph import cast_of
-from passes.rules.factors import Value, value_of
+from passes.rules.factors import Operator, Value, value_of
 from passes.rules.kept import kept_lowered
 from passes.rules.shapes import results_of
 from passes.rules.table import flop_of, rule_of
 from passes.strategies.space import Space
 
-__all__ = ["kernels", "least_bytes", "least_host", "least_seconds"]
+__all__ = ["kernels", "least_bytes", "least_host", "least_seconds", "shared_seconds"]
 
 
 def least_bytes(model: Model, prices: Prices) -> float:
@@ -87,23 +86,26 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
         prices: of any mesh with the devices that plans are for.
         longer: the factor by which both passes take longer than that, as `costmodel.overlap.CHUNKED` says of chunks.
     """
-    devices, device = prices.topology.devices, prices.topology.device
-    known, runs = dict[fx.Node, float](), Runs(model)
+    devices, known, runs = prices.topology.devices, dict[fx.Node, float](), Runs(model)
     for node in model.operators:
         if (stand := model.stands[node]) not in known:
-            alone = Space.of(model.operators[stand], [None], np.zeros((1, len(prices.mesh)), np.int64))
-            known[stand] = math.inf
-            for run in filter(None, (runs.run(stand), runs.rerun(stand))):
-                work, seconds = prices.work(alone, flop_of(stand), run), 0.0
-                if work is not None:
-                    share = replace(work, flop=work.flop / devices, bytes=work.bytes / devices)
-                    seconds = float(np.asarray(share.seconds(device)).item())
-                known[stand] = min(known[stand], seconds)
+            ways = [run for run in (runs.run(stand), runs.rerun(stand)) if run is not None]
+            known[stand] = min(shared_seconds(prices, model.operators[stand], flop_of(stand), run) for run in ways)
     computing = prices.accumulate * sum(known[model.stands[node]] for node in model.operators)
     given = model.captured.graph_module.graph.find_nodes(op="placeholder")
     sizes = [(n.meta["val"].numel(), cast_of(n).rests.itemsize) for n in given if n.name in model.captured.parameters]
     updated = sum(prices.update_bytes(count / devices, itemsize) for count, itemsize in sizes)
     return longer * computing + float(prices.updating(updated))
+
+
+def shared_seconds(prices: Prices, operator: Operator, flop: float, run: Run) -> float:
+    """Seconds in which an operator and its gradients run if every device does its share, in kernels as large as can be."""
+    alone = Space.of(operator, [None], np.zeros((1, len(prices.mesh)), np.int64))
+    work, devices = prices.work(alone, flop, run), prices.topology.devices
+    if work is None:
+        return 0.0
+    share = replace(work, flop=work.flop / devices, bytes=work.bytes / devices)
+    return float(np.asarray(share.seconds(prices.topology.device)).item())
 
 
 def kernels(runs: Runs, node: fx.Node) -> float:

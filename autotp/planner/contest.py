@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from autotp.costs.floor import shared_seconds
 from autotp.costs.model import Model
 from autotp.costs.step import Moment
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN, Assembled
 from autotp.planner.candidates import Candidate, Candidates, check_batch
+from autotp.planner.choices import Choice
 from autotp.planner.describe import Found
 from autotp.planner.ilp import (
     CLOSEST,
@@ -29,6 +32,7 @@ from autotp.planner.ilp import (
     Infeasible,
     Problem,
     Solution,
+    least,
     solve,
 )
 from autotp.planner.least_memory import Least, Smallest, smallest
@@ -43,6 +47,7 @@ _log = logging.getLogger("autotp.plan")
 _LOOK = 1 / 8  # of the time that is left, at least, for the first look at one of several meshes
 _NEAR = 0.8  # of the room: where a sum over tensors, which costs nothing and may be too low, is less, no moment counts
 _AXES = 2  # of a mesh: few
+_SCALES = (0.7, 1.0)  # of prices that are best on one mesh, for a bound that holds on all
 _CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
 
 
@@ -224,6 +229,35 @@ class Contest:
                 self.floors[tuple(meshes)] = max(map(moments.least, moments.usual))
                 break
         return self.floors.setdefault(tuple(meshes), 0.0)
+
+    def shared_step(self, meshes: Sequence[tuple[int, ...]], worth: Mapping[Moment, float]) -> float:
+        """Seconds that no plan is below which fits, on any mesh: if every device computed and held just its share.
+
+        Args:
+            meshes: of which one says what may be chosen.
+            worth: seconds for every byte at some moments (`autotp.planner.squeeze`).
+        """
+        candidate = self._in_order(meshes)[0]
+        assembled, prices = self.assemble(candidate), self.candidates.prices(candidate.mesh)
+        model, problem, nodes = assembled.structure.model, assembled.problem, []
+        copies = Counter(model.stands[node] for node in model.operators)
+        for (stand, choice, _), node in zip(assembled.structure.nodes, problem.nodes, strict=True):
+            seconds = np.zeros(len(node.cost))
+            if isinstance(choice, Choice):
+                ways = [run for run in (choice.run, choice.rerun) if run is not None]
+                each = [shared_seconds(prices, choice.space.operator, choice.flop, run) for run in ways]
+                seconds = prices.accumulate * copies[stand] * np.repeat(each, choice.count)
+            nodes.append(replace(node, cost=np.where(np.isfinite(node.cost), seconds, np.inf)))
+        free = [replace(each, cost=np.where(np.isfinite(each.cost), 0.0, np.inf)) for each in problem.tensors]
+        computing = replace(problem, nodes=tuple(nodes), tensors=tuple(free))
+        moments = Moments(assembled, prices, False, self.deadline, shared=True)
+        found = 0.0
+        for scale in _SCALES:
+            weights = {moment: scale * price for moment, price in worth.items()}
+            weighed = moments.program(weights, True, besides=computing)
+            bound, _ = least(weighed, cutoff=math.inf, deadline=self.deadline)
+            found = max(found, bound - sum(weights.values()) * self.allowed)
+        return found
 
     def least(self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None) -> Least | None:
         """The plan with the least memory on any mesh, or of so many ``tries``; or one that takes at most ``enough``."""

@@ -61,8 +61,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         floor: seconds that no plan without chunks is below on any of them, however much memory there is.
     """
     search = _Squeeze(contest)
-    if best is not None:
-        search.best = search.met(best)
+    search.best = None if best is None else search.met(best)
     model, best_panels = contest.candidates.model, contest.candidates.panels[0]
     candidates = contest.candidates.over(meshes)  # where something may be recomputed, that saves more than panels
     every = [one for one in candidates if not model.undecided or one.panels == best_panels]
@@ -78,13 +77,15 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
 
     # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
     lows = side_by_side([partial(bounded, number) for number in range(len(others))], contest.deadline)
-    for low, number in sorted((low, number) for number, low in enumerate(lows)):
+    if min(lows, default=math.inf) <= known and not contest.deadline.over:  # there was no time for some
+        with suppress(Expired, BatchError):
+            known = max(known, search.contest.shared_step(meshes, search.point.prices))
+    for low, number in sorted((max(known, low), number) for number, low in enumerate(lows)):
         floors.append(low if low >= search.good else max(low, search.on(others[number], low, search.look)))
-    best_met = search.best
-    if best_met is None:
+    if search.best is None:
         return Searched(None, max(0.0, min(floors, default=math.inf)), math.inf)
-    floor = max(0.0, min([best_met.step, *floors]))
-    return Searched(best_met.found.proven(best_met.step, floor), floor, best_met.found.memory)
+    floor = max(0.0, min([search.best.step, *floors]))
+    return Searched(search.best.found.proven(search.best.step, floor), floor, search.best.found.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,7 @@ class _Squeeze:
         """Seconds that none of a mesh's plans is below, as far as there is time."""
         try:
             return look(candidate)
-        except BatchError as error:
-            self.contest.indivisible = error
+        except BatchError:
             return math.inf
         except Expired:
             return known

@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 import autotp
 from autotp import FAMILIES
+from autotp.costs.floor import least_seconds
 from autotp.costs.footprint import Footprint
 from autotp.costs.priced import Priced
 from autotp.costs.recompute import decided, undecided
+from autotp.costs.step import Moment, Turn
 from autotp.planner import plan_captured, prepare, squeeze
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.choices import Choice
+from autotp.planner.contest import Contest
 from autotp.planner.folding import folded
-from autotp.planner.ilp import Deadline, cheapest, copies, evaluate
+from autotp.planner.ilp import NEVER, Deadline, cheapest, copies, evaluate
 from autotp.planner.moments import Moments
 from autotp.plans.options import Options
 from benchmarks.models import Transformer
@@ -270,3 +273,23 @@ def test_copies_of_the_process_bound_what_this_one_does(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: made.append(True) or fork())
     assert planned() == alone
     assert made
+
+
+@pytest.mark.slow
+def test_what_holds_on_all_meshes_counts_what_has_to_be_recomputed():
+    captured = capture(Transformer(4, 64, 4), (torch.zeros(8, 32, 64),))
+    topology, meshes = autotp.Topology.load("dgx-h100").resized(4), [(4,), (2, 2)]
+    model = folded(undecided(prepare(captured)))
+    candidates = Candidates(model, topology, Options())
+    allowed = 1.05 * Contest(candidates, math.inf, NEVER).least(meshes).used
+    steps = [
+        plan_captured(captured, topology, Options(mesh=mesh, memory=allowed)).predicted.step_seconds for mesh in meshes
+    ]
+    computing, found = least_seconds(model, candidates.prices((4,))), []
+    for moment in (Moment(len(model.operators) - 1, Turn.BACKWARD), Moment(0, Turn.BACKWARD)):
+        for price in (0.01, 0.1, 1.0, 10.0):
+            short, shorter = (Contest(candidates, room, NEVER) for room in (allowed, allowed / 2))
+            worth = {moment: price * computing / allowed}
+            assert short.shared_step(meshes, worth) <= min(steps)
+            found.append(shorter.shared_step(meshes, worth))
+    assert max(found) > 1.01 * computing, "bytes count"
