@@ -71,7 +71,7 @@ def test_tesseract_order_and_accuracy():
     assert trends_tesseract.in_order(TESSERACT)
     for of, printed in trends_tesseract.PRINTED.items():
         forward, backward = trends_tesseract.predicted(*of, printed.batch, TESSERACT)
-        within = 1e-6 if of in trends_tesseract.FITTED_TO else 0.05 if of != (4, 4) else 0.5  # runs of one differ by 0.35
+        within = 1e-6 if of in trends_tesseract.FITTED_TO else 0.06 if of != (4, 4) else 0.5  # runs of one differ by 0.35
         assert forward + backward == pytest.approx(printed.seconds, rel=within), of
         assert 3.0 - 1e-9 <= backward / forward < 3.6  # again, then both gradients, and dB over depth
     assert trends_tesseract.headline(TESSERACT) == pytest.approx(1.45, abs=0.1)
