@@ -65,8 +65,7 @@ def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int) -> di
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.append(os.fork())
                 if not children[-1]:
-                    os.close(results)
-                    _work(tasks, waiting, delivered)
+                    _work(tasks, waiting, results, delivered)
         os.close(delivered)
         found, longest = dict[int, float](), 0.0
         while taken := os.read(waiting, _NUMBER.size):
@@ -89,13 +88,14 @@ def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int) -> di
                 os.waitpid(child, 0)
 
 
-def _work(tasks: Sequence[Callable[[], float]], waiting: int, delivered: int) -> None:
+def _work(tasks: Sequence[Callable[[], float]], waiting: int, results: int, delivered: int) -> None:
     """What a copy does, and nothing else of what the process that it was made of would do.
 
     It ends with that process, whose connections it has, too; and it frees nothing that lies on a device.
     """
     try:
         ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)
+        os.close(results)
         gc.disable()
         while taken := os.read(waiting, _NUMBER.size):
             (number,) = _NUMBER.unpack(taken)
