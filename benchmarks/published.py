@@ -137,8 +137,9 @@ they were run, with their degrees, micro-batches, precision and recomputation, o
 {skipped} are [skipped](#runs-that-were-not-planned). The presets' efficiency, half size and slowdowns are fitted to three
 quarters of each device's runs: of A100s with 80 GB to all sources together, with the host's time for a kernel, which
 vTrain's and Megatron-LM's runs tell, and with an overhead of a collective by which their order is right; of H100s and of
-A100s with 40 GB to MosaicML's; of V100s to DLPerf's on one box. `autotp validate` prints the same for a table of your own,
-and `autotp validate --fit` fits a device to it. The plot shows all runs.
+A100s with 40 GB to MosaicML's; of H100s with 96 GB the efficiency alone, to all four; of V100s to DLPerf's on one box.
+`autotp validate` prints the same for a table of your own, and `autotp validate --fit` fits a device to it. The plot shows
+all runs.
 
 Megatron-LM's runs in float16 have weights in float16 with float32 copies in the optimizer, reduce gradients once a step,
 all of them together, and overlap nothing. vTrain's runs in one node recompute nothing: its own simulator recomputes nothing
@@ -157,7 +158,6 @@ _REACH = """What is known of them:
 - `thunder-*`: one sample of a step each, most without the optimizer; `ddp-eager` takes 27 % longer than one device alone,
   which gradients on NVLink do not explain. thunder's kernels are not Inductor's.
 - `fms-llama2-7b`: compiled, with a newer FlashAttention than the runs that the preset is fitted to.
-- `titan-8b-8g-fsdp-eager`: 16 % more than the same run compiled; fusion is priced as 4 %.
 """
 
 _ORDER = "Sets of runs that differ in their degrees and micro-batches alone; what was measured twice counts once:\n"
