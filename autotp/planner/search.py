@@ -325,7 +325,7 @@ def _begin(captured: Captured, topology: Topology, options: Options, deadline: D
     """The contest of a job."""
     bound = topology.device.memory if options.memory is None else options.memory
     model = prepare(captured, options.asked, resting=options.resting, train=options.trains, compiled=options.compile)
-    together = model.parameter_bytes if options.hides else 0.0
+    together = model.parameter_bytes if options.hides or options.family.merges else 0.0
     return Contest(Candidates(model, topology, options, together), bound, deadline)
 
 

@@ -40,6 +40,7 @@ class Family:
         rest: how parameters rest: "free", "whole" or "sharded".
         gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", also
             for the backward pass; or "free": the planner decides for each.
+        merges: gradients travel together, even without a schedule that lets them.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Family:
     fills: bool = False
     rest: str = "free"
     gathers: str = "free"
+    merges: bool = False
 
     def restrictions(self, axes: int) -> list[Restriction]:
         """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""

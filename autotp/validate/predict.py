@@ -113,8 +113,7 @@ def predicted(run: MeasuredRun) -> Prediction:
         captured = capture(model, (tokens, tokens), None, precision)
     options = replace(_options(run), precision=precision)
     plan = plan_captured(captured, run.topology, options)
-    work = _work(captured, plan)
-    return Prediction(run, replace(plan, predicted=work.sums.predicted(work.hides, plan.predicted.memory_bytes)), work)
+    return Prediction(run, plan, _work(captured, plan))
 
 
 def predicted_all(
@@ -162,6 +161,7 @@ def _options(run: MeasuredRun) -> Options:
         scatters=run.sequence_parallel or run.tensor == 1,
         rest="sharded" if sharded else "free",
         gathers="once" if run.sharding == "zero2" else "twice",
+        merges=True,  # Megatron's lie in one buffer
     )
     recompute: str | list[str] = run.recompute
     if recompute == "every 2nd":
@@ -182,7 +182,7 @@ def _options(run: MeasuredRun) -> Options:
 
 
 def _work(captured: Captured, plan: Plan) -> StepWork:
-    priced = priced_plan(captured, plan, merged=True)  # Megatron's gradients lie in one buffer, without overlap, too
+    priced = priced_plan(captured, plan, merged=True)
     found: dict[tuple[str, str, bool], list[tuple[list[float], float, float]]] = defaultdict(list)
     for node, operator in priced.model.operators.items():
         run = priced.runs.run(node)
