@@ -255,8 +255,9 @@ class Contest:
         for scale in _SCALES:
             weights = {moment: scale * price for moment, price in worth.items()}
             weighed = moments.program(weights, True, besides=computing)
-            bound, _ = least(weighed, cutoff=math.inf, deadline=self.deadline)
-            found = max(found, bound - sum(weights.values()) * self.allowed)
+            with suppress(Infeasible):  # another mesh may have a plan
+                bound, _ = least(weighed, cutoff=math.inf, deadline=self.deadline)
+                found = max(found, bound - sum(weights.values()) * self.allowed)
         return found
 
     def least(self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None) -> Least | None:

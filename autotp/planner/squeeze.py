@@ -77,7 +77,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
 
     # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
     lows = side_by_side([partial(bounded, number) for number in range(len(others))], contest.deadline)
-    if min(lows, default=math.inf) <= known and not contest.deadline.over:  # there was no time for some
+    if lows and min(lows) <= known < math.inf and not contest.deadline.over:  # there was no time for some
         with suppress(Expired, BatchError):
             known = max(known, search.contest.shared_step(meshes, search.point.prices))
     for low, number in sorted((max(known, low), number) for number, low in enumerate(lows)):

@@ -164,3 +164,18 @@ def test_the_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*words, "--pin", "weight=Shard(0)@x", "--pin", "weight=Shard(1)@x"])
     assert ended.value.code == 2 and "without any one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ways", [{"mesh": (2,)}, {}], ids=["one mesh", "all meshes"])
+def test_a_model_without_operators_whose_constraint_no_mesh_can_hold(ways):
+    class Returned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(torch.zeros(1, 1, 1))
+
+        def forward(self):
+            return self.p
+
+    machine = autotp.Topology.flat(2 if ways else 4)
+    with pytest.raises(autotp.ConstraintError, match="cannot hold on any mesh that is searched"):
+        autotp.plan(Returned(), machine, (), constraints=["p=Shard(2)@x"], schedule="none", **ways)
