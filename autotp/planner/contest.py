@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -239,18 +238,17 @@ class Contest:
         """
         candidate = self._in_order(meshes)[0]
         assembled, prices = self.assemble(candidate), self.candidates.prices(candidate.mesh)
-        model, problem, nodes = assembled.structure.model, assembled.problem, []
-        copies = Counter(model.stands[node] for node in model.operators)
-        for (stand, choice, _), node in zip(assembled.structure.nodes, problem.nodes, strict=True):
+        moments = Moments(assembled, prices, False, self.deadline, shared=True)
+        problem, nodes = assembled.problem, []
+        for (_, choice, copies), node in zip(assembled.structure.nodes, problem.nodes, strict=True):
             seconds = np.zeros(len(node.cost))
             if isinstance(choice, Choice):
                 ways = [run for run in (choice.run, choice.rerun) if run is not None]
                 each = [shared_seconds(prices, choice.space.operator, choice.flop, run) for run in ways]
-                seconds = prices.accumulate * copies[stand] * np.repeat(each, choice.count)
-            nodes.append(replace(node, cost=np.where(np.isfinite(node.cost), seconds, np.inf)))
-        free = [replace(each, cost=np.where(np.isfinite(each.cost), 0.0, np.inf)) for each in problem.tensors]
+                seconds = prices.accumulate * copies * np.repeat(each, choice.count)
+            nodes.append(replace(node, cost=seconds))
+        free = [replace(each, cost=cost) for each, cost in zip(problem.tensors, moments.allowed, strict=True)]
         computing = replace(problem, nodes=tuple(nodes), tensors=tuple(free))
-        moments = Moments(assembled, prices, False, self.deadline, shared=True)
         found = 0.0
         for scale in _SCALES:
             weights = {moment: scale * price for moment, price in worth.items()}
