@@ -34,6 +34,9 @@ def drop_checks(module: fx.GraphModule) -> None:
     place already (`passes.capture.attributes.in_place`), and of a buffer that is new, torch writes to another.
     """
     for graph in graphs_of(module):
+        for node in graph.nodes:  # torch 2.13 forgets who reads a masked size where a region has a grad mode of its own
+            for operand in node.all_input_nodes:
+                operand.users.setdefault(node)
         for node in reversed(graph.nodes):
             number = node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
             assigned = node.target is aten.copy_.default and node.name.startswith("copy__default")

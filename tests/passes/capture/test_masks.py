@@ -139,8 +139,18 @@ def counted(y):
     return y[odd()].new_ones(2, 4).sum() * torch.stack([part.sum() for part in y.split(sizes.tolist())])
 
 
+@torch.no_grad()
+def aside(y):
+    return y.sin()
+
+
+def after(y, z):
+    return y[odd()], z
+
+
 DECIDED = {
     "mask": lambda self, y: y[odd()],
+    "after a region": lambda self, y: after(y.exp(), aside(y)),
     "two dims": lambda self, y: y[~torch.eye(8, dtype=torch.bool)].view(8, 7),
     "attribute": lambda self, y: y[:, self.mask].mean(1),
     "masked_select": lambda self, y: y[0].masked_select(torch.ones(8, 8).tril() > 0),
