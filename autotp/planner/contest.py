@@ -26,6 +26,7 @@ from autotp.planner.choices import Choice
 from autotp.planner.describe import Found
 from autotp.planner.ilp import (
     CLOSEST,
+    NEVER,
     Deadline,
     Expired,
     Infeasible,
@@ -185,6 +186,11 @@ class Contest:
         if self.best is None and math.isinf(self.limit):
             self.deadline.check(self.bound)
 
+    @staticmethod
+    def key(meshes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        """By which is kept what is known of meshes, in whichever order they are looked at."""
+        return tuple(sorted(meshes))
+
     def some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
         """Whether the plan with the least memory does."""
         least = self.least(meshes, self.allowed)
@@ -220,14 +226,14 @@ class Contest:
 
     def shared(self, meshes: Sequence[tuple[int, ...]]) -> float:
         """Bytes that no plan takes less than, closer: if every device had just its share of whatever is there."""
-        for candidate in () if tuple(meshes) in self.floors else self._in_order(meshes):
+        for candidate in () if self.key(meshes) in self.floors else self._in_order(meshes):
             with suppress(BatchError, Infeasible):
                 assembled = self.assemble(candidate)
                 prices = self.candidates.prices(candidate.mesh)
                 moments = Moments(assembled, prices, False, self.deadline, shared=True)
-                self.floors[tuple(meshes)] = max(map(moments.least, moments.usual))
+                self.floors[self.key(meshes)] = max(map(moments.least, moments.usual))
                 break
-        return self.floors.setdefault(tuple(meshes), 0.0)
+        return self.floors.setdefault(self.key(meshes), 0.0)
 
     def shared_step(self, meshes: Sequence[tuple[int, ...]], worth: Mapping[Moment, float]) -> float:
         """Seconds that no plan is below which fits, on any mesh: if every device computed and held just its share.
@@ -258,14 +264,20 @@ class Contest:
                 found = max(found, bound - sum(weights.values()) * self.allowed)
         return found
 
-    def least(self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None) -> Least | None:
-        """The plan with the least memory on any mesh, or of so many ``tries``; or one that takes at most ``enough``."""
-        key = tuple(meshes)
-        if key not in self.leasts:
+    def least(
+        self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None, until: Deadline = NEVER
+    ) -> Least | None:
+        """The plan with the least memory on any mesh, or one that takes at most ``enough``.
+
+        With fewer ``tries``, or if it is known later than ``until``, not all of the meshes are looked at.
+        """
+        if (key := self.key(meshes)) not in self.leasts:
             best, floor = None, self.shared(meshes)
             for candidate in self._in_order(meshes)[:tries]:
+                if best is not None and until.over:
+                    return best
                 try:
-                    found = self._least_of(candidate, math.inf if best is None else best.used, floor, tries)
+                    found = self._least_of(candidate, math.inf if best is None else best.used, floor, enough, tries)
                 except Expired:
                     if best is None:
                         raise
@@ -278,7 +290,9 @@ class Contest:
             self.leasts[key] = best
         return self.leasts[key]
 
-    def _least_of(self, candidate: Candidate, known: float, floor: float, rounds: int | None) -> Least | None:
+    def _least_of(
+        self, candidate: Candidate, known: float, floor: float, enough: float, rounds: int | None
+    ) -> Least | None:
         """The choice of a candidate that takes the least memory, unless that is far above what is known."""
 
         def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
@@ -289,7 +303,7 @@ class Contest:
             def held(choice: tuple[int, ...]) -> Mapping[Moment, float]:
                 return self.candidates.found(candidate, assembled, choice).held
 
-            return moments, smallest(problem, moments, held, self.deadline, known, floor, rounds)
+            return moments, smallest(problem, moments, held, self.deadline, known, floor, enough, rounds)
 
         try:
             assembled, found = self.ask(candidate, ask)

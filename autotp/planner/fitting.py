@@ -38,6 +38,7 @@ _ROUND = 0.5  # of the time that is left: for plans by other shares of what limi
 _SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
 _TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, a closer one is looked at
 _CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
+_LOOKING = 3.0  # seconds: then what a job takes that does not fit is looked for on no more meshes, if it is known on one
 _EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
 _MANY = 10  # tries with which families are tried too
 _FEW = 40  # operators of a model whose layers are decided one by one
@@ -108,7 +109,7 @@ def _faster(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]],
     except Expired as error:
         return replace(known, floor=min(known.floor, error.bound))
     if other.found.best is None:
-        return known
+        return known if known.found.best is not None else min(known, other, key=lambda one: one.found.used)
     return replace(min(known, other, key=_seconds), floor=min(known.floor, other.floor))
 
 
@@ -227,9 +228,14 @@ def _of_ways(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]]
         return ample
     fastest = ample.contest.best  # though it does not fit
     first = [mesh for mesh in meshes if fastest is not None and mesh == fastest.prices.mesh]
-    found = squeeze(short, [*first, *(mesh for mesh in meshes if mesh not in first)], ample.found.best, ample.floor)
+    order = [*first, *(mesh for mesh in meshes if mesh not in first)]
+    found = squeeze(short, order, ample.found.best, ample.floor, partial(_with_least, short, order))
     if found.best is None:
-        found = _with_least(short, meshes, found.floor)
+        try:
+            found = _with_least(short, order, contest.deadline, found.floor)
+        except Expired:
+            if found.smallest is None:
+                raise
     return Outcome(short, found, found.floor, ample.contest)
 
 
@@ -275,7 +281,7 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
     if floor <= contest.allowed and looking.deadline.over:
         return None
     few = tries(contest) if floor > contest.allowed else None
-    found = _with_least(contest, meshes, 0.0, few)
+    found = _with_least(contest, meshes, contest.deadline, tries=few)
     return Outcome(contest, found, 0.0, contest) if found.best is None else None
 
 
@@ -303,13 +309,18 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     return Outcome(contest, met[0], floor, contest)
 
 
-def _with_least(contest: Contest, meshes: Sequence[tuple[int, ...]], floor: float, tries: int | None = None) -> Searched:
-    """The plan with the least memory, or a faster one that is met on the way from it, if it fits."""
-    least = contest.least(meshes, tries=tries)
-    if contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
+def _with_least(
+    contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline, floor: float = 0.0, tries: int | None = None
+) -> Searched:
+    """A plan that fits and is fast, or what takes the least memory, with few ``tries`` where nothing is known to fit."""
+    contest = replace(contest, deadline=deadline)
+    until = NEVER if tries is None else deadline.within(_LOOKING)
+    least = contest.least(meshes, contest.allowed, tries, until)
+    fits = least is not None and least.used <= contest.allowed
+    if not fits and contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
         # Tables of moments are not exact, and may lead past it: what shards all state takes little in any case.
         sharded = contest.within("zero3")
-        other = sharded.least(meshes, tries=tries)
+        other = sharded.least(meshes, contest.allowed, tries, until)
         if other is not None and (least is None or other.used < least.used):
             contest, least = sharded, other
     if least is None:

@@ -31,7 +31,7 @@ __all__ = ["Least", "Smallest", "quicker", "smallest"]
 Choice = tuple[int, ...]
 
 _ROUNDS = 10
-_FAR = 1.15  # of the least bytes known: where tables, which are not exact, promise more, nothing else is tried
+_FAR = 1.15  # of what is enough: where tables, which are not exact, promise more, and more than is known, nothing is tried
 _PRICES = 10
 _SAME = 1e-6  # relative; less is no difference
 #: What the seconds of a step may count beside its bytes.
@@ -69,6 +69,7 @@ def smallest(
     deadline: Deadline,
     known: float = math.inf,
     floor: float = 0.0,
+    enough: float = 0.0,
     rounds: int | None = None,
 ) -> Smallest | None:
     """The choice with the least memory; None where, by the tables, none takes less than is known.
@@ -78,8 +79,9 @@ def smallest(
         moments: of the steps of its choices.
         measure: bytes of a choice at every moment.
         deadline: when the search ends with what was met.
-        known: bytes of another choice, on another mesh perhaps; what takes far more is of no interest.
+        known: bytes of another choice, on another mesh perhaps.
         floor: bytes that no choice takes less than.
+        enough: bytes that a choice may take; what takes far more, and more than is known, is of no interest.
         rounds: of looking for better shares, at most; with fewer than usual, the search is hasty.
 
     Raises:
@@ -118,7 +120,7 @@ def smallest(
                 continue
             if share == _TRADES[0]:
                 promised = sum(weight * moments.bytes(moment, choice) for moment, weight in weights.items())
-                if promised > _FAR * known:
+                if promised > max(known, _FAR * enough):
                     return best
             news = True
             met[choice] = measure(choice)

@@ -12,14 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import fx
 
 from autotp.costs.step import Moment
+from autotp.planner.assemble import Assembled
 from autotp.planner.describe import Found
 from autotp.planner.ilp import evaluate
 from autotp.planner.moments import Moments
 
-__all__ = ["Met", "mix"]
+__all__ = ["Met", "like", "mix"]
 
 _TRIES = 4
 
@@ -36,6 +38,27 @@ class Met:
     def held(self) -> Mapping[Moment, float]:
         """Bytes on each device at every moment of a step."""
         return self.found.held
+
+
+def like(
+    base: Met,
+    other: Met,
+    moments: Moments,
+    found: Callable[[Assembled, tuple[int, ...]], Found],
+    offer: Callable[[Found], Met],
+) -> Met:
+    """A plan with the strategies of one, which recomputes what the other does; that one, if they are equally good.
+
+    Args:
+        base, other: plans of the same program.
+        moments: of steps on their mesh.
+        found: makes a plan of a choice.
+        offer: measures a plan.
+    """
+    assembled, choice = base.found.assembled, other.found.solution.choice
+    joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
+    costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in {joined, choice}]
+    return other if np.allclose(costs[0], costs[-1], 1e-12, 0.0) else offer(found(assembled, joined))
 
 
 def mix(

@@ -19,7 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -31,9 +31,9 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, evaluate, least, minimax, promising, side_by_side
+from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, least, minimax, promising, side_by_side
 from autotp.planner.least_step import Searched, first_shares, most_chunks
-from autotp.planner.mixing import Met, mix
+from autotp.planner.mixing import Met, like, mix
 from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
 from costmodel import overlap
@@ -46,12 +46,17 @@ _FIRST = 0.1  # of a step: what all of the memory may cost at first
 _FAR = 3.0  # by which factor the next price may differ from the best one
 _SAME = 1e-6  # relative; less is no difference
 _HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
-_SMALL = 4000  # choices of all nodes together that a solver gets
+_SMALL = 4000  # choices of all nodes, and changes of layouts, together that a solver gets
+_ANYTHING = 0.25  # of the time: for a plan that fits, where the first mesh has none, or to know that there is none
 _CLOSELY = 8  # so many meshes' share of the time is left for looking closely
 _SETTLING = 1.0  # seconds for the exact search of a small program
 
+Anything = Callable[[Deadline], Searched]
 
-def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float) -> Searched:
+
+def squeeze(
+    contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float, anything: Anything
+) -> Searched:
     """The fastest plan that fits, on any mesh.
 
     Args:
@@ -59,6 +64,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         meshes: to look at, the first one first, until the time is over.
         best: a plan that fits, if one is known.
         floor: seconds that no plan without chunks is below on any of them, however much memory there is.
+        anything: finds a plan that fits, or what takes the least memory.
     """
     search = _Squeeze(contest)
     search.best = None if best is None else search.met(best)
@@ -70,6 +76,14 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
         search.cut = least_seconds(model, prices, float(overlap.CHUNKED.subs(overlap.c, search.most)))
     known = floor if search.most == 1 else 0.0
     floors, others = [search.on(one, known, search.look) for one in every[:1]], every[1:]
+    other = Searched(None, 0.0, math.inf)
+    with suppress(Expired):
+        if search.best is None:  # one that fits rules out most of the others, and there may be none
+            other = anything(contest.deadline.within(_ANYTHING * contest.deadline.left))
+            if other.best is not None:
+                search.best, floors, others = search.met(other.best), [], every
+            elif contest.key(meshes) in contest.leasts:
+                return other
 
     def bounded(number: int) -> float:
         until = contest.deadline.within(contest.deadline.left / (len(others) - number + _CLOSELY))
@@ -83,7 +97,7 @@ def squeeze(contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | N
     for low, number in sorted((max(known, low), number) for number, low in enumerate(lows)):
         floors.append(low if low >= search.good else max(low, search.on(others[number], low, search.look)))
     if search.best is None:
-        return Searched(None, max(0.0, min(floors, default=math.inf)), math.inf)
+        return replace(other, floor=max(0.0, min(floors, default=math.inf)))
     floor = max(0.0, min([search.best.step, *floors]))
     return Searched(search.best.found.proven(search.best.step, floor), floor, search.best.found.memory)
 
@@ -167,11 +181,11 @@ class _Squeeze:
             point = self.point
             self.steer(candidate, moments, None, surely=False)
             self.point = point
-        if floor < self.good and self.layers == 1:
+        if floor < self.good < math.inf and self.layers == 1:  # what is known to fit leaves few choices
             floor = max(floor, self.close(candidate, moments))
         if self.most > 1:
             low = self.in_chunks(candidate, moments)
-            if low < self.good and self.layers == 1:
+            if low < self.good < math.inf and self.layers == 1:
                 low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
@@ -220,12 +234,10 @@ class _Squeeze:
     def close(self, candidate: Candidate, moments: Moments, chunks: int = 1) -> float:
         """Settles a small program exactly; seconds that none of its plans is below."""
         assembled = self.at(self.point, chunks).assemble(candidate)
-        answer = self.weighed(assembled, self.point, moments, surely=True)
+        answer = moments.program(self.point.prices, True, besides=assembled.problem)
         spent = sum(self.point.prices.values()) * self.room
-        alive = [np.isfinite(node.cost) for node in answer.nodes]
-        if math.isfinite(self.good):
-            alive = promising(answer, self.good + spent, self.contest.deadline)
-        if sum(int(mask.sum()) for mask in alive) > _SMALL:
+        alive = promising(answer, self.good + spent, self.contest.deadline)
+        if answer.variables(alive) > _SMALL:
             return 0.0
         groups, floor = self.contest.sides(candidate, chunks), 0.0
         for sharp in (True, False):
@@ -286,7 +298,7 @@ class _Squeeze:
         def ask(assembled: Assembled) -> tuple[Moments, float, tuple[int, ...] | None]:
             prices, panelled = self.contest.candidates.prices(candidate.mesh), candidate.panels != 1
             known = moments or Moments(assembled, prices, panelled, self.contest.deadline)
-            weighed = self.weighed(assembled, point, known, surely)
+            weighed = known.program(point.prices, surely, besides=assembled.problem)
             value, choice = least(weighed, cutoff=self.good + spent, deadline=deadline)
             return known, value - spent, choice
 
@@ -300,10 +312,6 @@ class _Squeeze:
         weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
         self.contest = self.contest.anew(weights)
         return self.contest
-
-    def weighed(self, assembled: Assembled, point: _Point, moments: Moments, surely: bool) -> Problem:
-        """The sum (1), but for the bounds."""
-        return moments.program(point.prices, surely, besides=assembled.problem)
 
     def offer(self, found: Found) -> Met:
         if self.best is not None:
@@ -333,18 +341,10 @@ class _Squeeze:
         two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
         if self.layers == 1 or len(two) < 2:
             return
-        options, known = self.contest.candidates.options, set()
+        found, known = partial(self.contest.candidates.found, candidate), set()
         for base in two:
-            more, less = (self.like(candidate, base, one, moments) for one in two)
+            more, less = (like(base, one, moments, found, self.offer) for one in two)
             pair = more.found.solution.choice, less.found.solution.choice
             if floor < self.good and pair not in known:
-                mix(more, less, moments, self.room, self.layers, options.gap, self.offer)
+                mix(more, less, moments, self.room, self.layers, self.contest.candidates.options.gap, self.offer)
             known.add(pair)
-
-    def like(self, candidate: Candidate, base: Met, other: Met, moments: Moments) -> Met:
-        """A choice with the strategies of one, which recomputes what the other does; that one, if they are equally good."""
-        assembled, choice = base.found.assembled, other.found.solution.choice
-        joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
-        costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in {joined, choice}]
-        same = np.allclose(costs[0], costs[-1], 1e-12, 0.0)
-        return other if same else self.offer(self.contest.candidates.found(candidate, assembled, joined))

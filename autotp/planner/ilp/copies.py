@@ -20,7 +20,7 @@ __all__ = ["side_by_side"]
 
 _MOST = 4  # processes: each has programs of its own in memory
 _WORTH = 1.0  # seconds of work that is left, from which on copies are made
-_PATIENCE = 5  # times as long as a task took here, and a second: how long a copy may take for its last one
+_PATIENCE = 5  # times as long as a task took here, and a second: how long a copy may take for its last one, at most
 _WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _NUMBER, _RESULT = struct.Struct("i"), struct.Struct("id")
 
@@ -41,7 +41,7 @@ def side_by_side(tasks: Sequence[Callable[[], float]], deadline: Deadline) -> li
         number, left = len(found), len(tasks) - len(found)
         spent = time.perf_counter() - begun
         if number and left > 1 and spent / number * left > _WORTH and deadline.clock is time.perf_counter:
-            found |= _shared(tasks, number, min(_cores(), _MOST, left) - 1)
+            found |= _shared(tasks, number, min(_cores(), _MOST, left) - 1, deadline)
             return [found[each] if each in found else task() for each, task in enumerate(tasks)]
         found[number] = tasks[number]()
     return list(found.values())
@@ -52,7 +52,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
-def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int) -> dict[int, float]:
+def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int, deadline: Deadline) -> dict[int, float]:
     """What tasks from ``first`` on return, as far as this process and so many copies get that far."""
     waiting, numbers = os.pipe()
     results, delivered = os.pipe()
@@ -72,7 +72,7 @@ def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int) -> di
             (number,), begun = _NUMBER.unpack(taken), time.perf_counter()
             found[number] = tasks[number]()
             longest = max(longest, time.perf_counter() - begun)
-        until = time.perf_counter() + _PATIENCE * longest + 1
+        until = min(time.perf_counter() + _PATIENCE * longest, deadline.at) + 1
         while (left := until - time.perf_counter()) > 0 and select.select([results], [], [], left)[0]:
             if not (said := os.read(results, _RESULT.size)):
                 break

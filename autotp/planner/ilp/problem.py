@@ -84,6 +84,14 @@ class Problem:
     nodes: tuple[Node, ...]
     tensors: tuple[Tensor, ...]
 
+    def variables(self, alive: Sequence[np.ndarray]) -> int:
+        """How many choices may be taken, of each node some, and changes of layouts between them."""
+        changes = 0
+        for tensor in self.tensors:
+            wanted = {column for use in tensor.uses for column in use.want[alive[use.node]].tolist()}
+            changes += len(set(tensor.have[alive[tensor.producer]].tolist())) * len(wanted)
+        return sum(int(mask.sum()) for mask in alive) + changes
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:

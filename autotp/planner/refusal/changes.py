@@ -13,7 +13,7 @@ import torch
 from autotp.errors import AutotpError, Change
 from autotp.planner.contest import Contest
 from autotp.planner.fitting import floor_of, tries, ways
-from autotp.planner.ilp import Expired
+from autotp.planner.ilp import Deadline, Expired
 from autotp.plans.options import Options
 from costmodel import Topology
 from costmodel.memory import OPTIMIZERS
@@ -30,7 +30,7 @@ _Posed = tuple[Contest, Sequence[tuple[int, ...]]]
 _TIMES = (2, 4)
 _LATE = "for lack of time"
 _ABSENT = "as that takes the model, of which only the graph is known"
-_CLOSE = "to the end, as it is close"
+_CLOSE = "to the end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def changes_of(job: Job) -> list[Change]:
             if late and (floor := floor_of(contest)) <= contest.allowed:
                 found.append(Change(trial.name, None, reason=_LATE))
                 continue
-            fit = Fit(False, floor) if late else fit_of(contest, meshes)
+            fit = Fit(False, floor) if late else fit_of(contest, meshes, Deadline(job.until))
         except AutotpError:  # no such machine, or no such batch: no change that could be made
             continue
         except Expired:
@@ -100,8 +100,8 @@ def changes_of(job: Job) -> list[Change]:
     return found
 
 
-def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
-    """Whether some plan fits, without looking for a fast one.
+def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]], until: Deadline) -> Fit:
+    """Whether some plan fits, without looking for a fast one, nor on more meshes later than ``until``.
 
     Raises:
         AutotpError: there is no plan at all.
@@ -112,13 +112,13 @@ def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Fit:
     if floor > contest.allowed:
         return Fit(False, floor)
     few = tries(contest)
-    least = contest.least(meshes, contest.allowed, few)
+    least = contest.least(meshes, contest.allowed, few, until)
     if least is None:
         raise contest.indivisible or AutotpError("no plan")
     if least.used <= contest.allowed:
         return Fit(True, least.used)
     every = sum(1 for _ in contest.candidates.over(meshes))
-    return Fit(False if few >= every else None, least.used)
+    return Fit(False if few >= every and not until.over else None, least.used)
 
 
 def _trials(job: Job) -> Iterator[_Trial]:

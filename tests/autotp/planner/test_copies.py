@@ -65,6 +65,14 @@ def test_what_copies_do_not_deliver_is_done_here(many, place, monkeypatch, wrong
     assert len({pid for _, pid in who(place)}) == 3, "copies were there"
 
 
+def test_copies_are_not_waited_for_when_the_time_is_over(many, place, monkeypatch):
+    monkeypatch.setattr(copies, "_PATIENCE", 1e9)
+    tasks = [partial(task, place, n, (os.getpid(), partial(time.sleep, 60))) for n in range(12)]
+    begun = time.perf_counter()
+    assert side_by_side(tasks, Deadline.after(0.5)) == [float(n**2) for n in range(12)]
+    assert time.perf_counter() - begun < 30
+
+
 def test_an_error_is_raised(many, place):
     def fail():
         raise KeyError("so")

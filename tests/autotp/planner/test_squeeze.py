@@ -31,7 +31,7 @@ from autotp.planner.folding import folded
 from autotp.planner.ilp import NEVER, Deadline, cheapest, copies, evaluate
 from autotp.planner.moments import Moments
 from autotp.plans.options import Options
-from benchmarks.models import Transformer
+from benchmarks.models import Transformer, chain
 from passes.capture import capture
 from passes.graph import note_of
 
@@ -293,3 +293,15 @@ def test_what_holds_on_all_meshes_counts_what_has_to_be_recomputed():
             assert short.shared_step(meshes, worth) <= min(steps)
             found.append(shorter.shared_step(meshes, worth))
     assert max(found) > 1.01 * computing, "bytes count"
+
+
+@pytest.mark.slow
+def test_where_few_plans_fit_one_is_found():
+    """A program of few operators that no bound had made smaller was given to a solver for all of the time."""
+    model, args = chain(2, 256, 1024, 32, 64)
+    captured, topology = capture(model, args), autotp.Topology.flat(8)
+    with pytest.raises(autotp.MemoryBoundError) as nothing:
+        plan_captured(captured, topology, Options(memory=1e3))
+    memory = 1.02 * nothing.value.needed
+    plan = plan_captured(captured, topology, Options(memory=memory, time_limit=40.0))
+    assert plan.predicted.memory_bytes <= memory and 0 <= plan.gap < 1
