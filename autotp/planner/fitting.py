@@ -227,8 +227,7 @@ def _of_ways(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]]
     if not ample.contest.short:
         return ample
     fastest = ample.contest.best  # though it does not fit
-    first = [mesh for mesh in meshes if fastest is not None and mesh == fastest.prices.mesh]
-    order = [*first, *(mesh for mesh in meshes if mesh not in first)]
+    order = sorted(meshes, key=lambda mesh: fastest is None or mesh != fastest.prices.mesh)
     found = squeeze(short, order, ample.found.best, ample.floor, partial(_with_least, short, order))
     if found.best is None:
         try:
@@ -313,9 +312,10 @@ def _with_least(
     contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline, floor: float = 0.0, tries: int | None = None
 ) -> Searched:
     """A plan that fits and is fast, or what takes the least memory, with few ``tries`` where nothing is known to fit."""
-    contest = replace(contest, deadline=deadline)
+    asked, contest = contest, replace(contest, deadline=deadline)
     until = NEVER if tries is None else deadline.within(_LOOKING)
     least = contest.least(meshes, contest.allowed, tries, until)
+    asked.indivisible = contest.indivisible
     fits = least is not None and least.used <= contest.allowed
     if not fits and contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
         # Tables of moments are not exact, and may lead past it: what shards all state takes little in any case.
