@@ -293,7 +293,7 @@ class Contest:
     def _least_of(
         self, candidate: Candidate, known: float, floor: float, enough: float, rounds: int | None
     ) -> Least | None:
-        """The choice of a candidate that takes the least memory, unless that is far above what is known."""
+        """The choice of a candidate that takes the least memory, unless above what is known, and far above enough."""
 
         def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
             problem = assembled.frugal.problem

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from autotp.planner.candidates import Candidate, in_haste
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.ilp import NEVER, Deadline, Expired, evaluate
+from autotp.planner.ilp import NEVER, Deadline, Expired, evaluate, frozen
 from autotp.planner.least_memory import Least, quicker
 from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
@@ -39,6 +38,7 @@ _SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, 
 _TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, a closer one is looked at
 _CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
 _LOOKING = 3.0  # seconds: then what a job takes that does not fit is looked for on no more meshes, if it is known on one
+_FAR = 0.95  # of a step: where the bound is less, memory decides more than is known of choices
 _EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
 _MANY = 10  # tries with which families are tried too
 _FEW = 40  # operators of a model whose layers are decided one by one
@@ -58,26 +58,13 @@ class Outcome:
     chunks: Mapping[str, int] | None = None
 
 
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """Keeps what is there already, such as all of torch, out of garbage collections, of which planning causes many."""
-    if gc.get_freeze_count():  # somebody's own
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@_frozen()
+@frozen()
 def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute.
 
-    Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, what
-    ``selective`` recomputes. Where a compiler fuses, recomputing what stays inside its kernels may also save time: what is
-    not kept is neither written nor read.
+    Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, or only
+    what is far from the bound, what ``selective`` recomputes. Where a compiler fuses, recomputing what stays inside its
+    kernels may also save time: what is not kept is neither written nor read.
 
     Args:
         contest: of the job.
@@ -95,7 +82,8 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
     found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
     if options.compile:
         found = _faster(found, plain.of(folded(within_kernels(model))), meshes, analysis)
-    if found.found.best is None:
+    best = found.found.best
+    if best is None or (found.floor < _FAR * _step(best, options.hides) and not contest.deadline.over):
         cheap = contest.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
         if floor_of(cheap) <= contest.allowed:
             found = _faster(found, cheap, meshes, analysis)
@@ -320,7 +308,9 @@ def _with_least(
     if not fits and contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
         # Tables of moments are not exact, and may lead past it: what shards all state takes little in any case.
         sharded = contest.within("zero3")
-        other = sharded.least(meshes, contest.allowed, tries, until)
+        other = least
+        with suppress(Expired):
+            other = sharded.least(meshes, contest.allowed, tries, until)
         if other is not None and (least is None or other.used < least.used):
             contest, least = sharded, other
     if least is None:

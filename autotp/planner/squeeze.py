@@ -51,11 +51,11 @@ _ANYTHING = 0.25  # of the time: for a plan that fits, where the first mesh has 
 _CLOSELY = 8  # so many meshes' share of the time is left for looking closely
 _SETTLING = 1.0  # seconds for the exact search of a small program
 
-Anything = Callable[[Deadline], Searched]
+_Anything = Callable[[Deadline], Searched]
 
 
 def squeeze(
-    contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float, anything: Anything
+    contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float, anything: _Anything
 ) -> Searched:
     """The fastest plan that fits, on any mesh.
 
@@ -64,7 +64,7 @@ def squeeze(
         meshes: to look at, the first one first, until the time is over.
         best: a plan that fits, if one is known.
         floor: seconds that no plan without chunks is below on any of them, however much memory there is.
-        anything: finds a plan that fits, or what takes the least memory.
+        anything: finds, until a deadline, a plan that fits, or what takes the least memory.
     """
     search = _Squeeze(contest)
     search.best = None if best is None else search.met(best)

@@ -26,7 +26,7 @@ is left takes 5.8 s instead of 10.4 for the programs of Llama-3-70B on 64 device
 here, won nothing.
 """
 
-from autotp.planner.ilp.copies import side_by_side
+from autotp.planner.ilp.copies import frozen, side_by_side
 from autotp.planner.ilp.deadline import NEVER, Deadline, Expired
 from autotp.planner.ilp.hasty import Hasty
 from autotp.planner.ilp.minimax import minimax
@@ -61,6 +61,7 @@ __all__ = [
     "Use",
     "cheapest",
     "evaluate",
+    "frozen",
     "least",
     "minimax",
     "promising",

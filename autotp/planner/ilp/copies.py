@@ -11,18 +11,31 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from autotp.planner.ilp.deadline import Deadline
 
-__all__ = ["side_by_side"]
+__all__ = ["frozen", "side_by_side"]
 
 _MOST = 4  # processes: each has programs of its own in memory
 _WORTH = 1.0  # seconds of work that is left, from which on copies are made
 _PATIENCE = 5  # times as long as a task took here, and a second: how long a copy may take for its last one, at most
 _WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _NUMBER, _RESULT = struct.Struct("i"), struct.Struct("id")
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Keeps what is there already, such as all of torch, out of garbage collections, of which planning causes many."""
+    if gc.get_freeze_count():  # somebody's own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def side_by_side(tasks: Sequence[Callable[[], float]], deadline: Deadline) -> list[float]:
