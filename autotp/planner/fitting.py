@@ -82,8 +82,8 @@ def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: 
     found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
     if options.compile:
         found = _faster(found, plain.of(folded(within_kernels(model))), meshes, analysis)
-    best = found.found.best
-    if best is None or (found.floor < _FAR * _step(best, options.hides) and not contest.deadline.over):
+    best, short_of_memory = found.found.best, found.contest is not found.plain and not contest.deadline.over
+    if best is None or (short_of_memory and found.floor < _FAR * _step(best, options.hides)):
         cheap = contest.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
         if floor_of(cheap) <= contest.allowed:
             found = _faster(found, cheap, meshes, analysis)
