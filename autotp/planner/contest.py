@@ -226,14 +226,15 @@ class Contest:
 
     def shared(self, meshes: Sequence[tuple[int, ...]]) -> float:
         """Bytes that no plan takes less than, closer: if every device had just its share of whatever is there."""
-        for candidate in () if self.key(meshes) in self.floors else self._in_order(meshes):
+        key = self.key(meshes)
+        for candidate in () if key in self.floors else self._in_order(meshes):
             with suppress(BatchError, Infeasible):
                 assembled = self.assemble(candidate)
                 prices = self.candidates.prices(candidate.mesh)
                 moments = Moments(assembled, prices, False, self.deadline, shared=True)
-                self.floors[self.key(meshes)] = max(map(moments.least, moments.usual))
+                self.floors[key] = max(map(moments.least, moments.usual))
                 break
-        return self.floors.setdefault(self.key(meshes), 0.0)
+        return self.floors.setdefault(key, 0.0)
 
     def shared_step(self, meshes: Sequence[tuple[int, ...]], worth: Mapping[Moment, float]) -> float:
         """Seconds that no plan is below which fits, on any mesh: if every device computed and held just its share.
