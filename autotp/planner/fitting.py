@@ -16,10 +16,10 @@ from autotp.planner.candidates import Candidate, in_haste
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.ilp import NEVER, Deadline, Expired, evaluate, frozen
-from autotp.planner.least_memory import Least, quicker
+from autotp.planner.ilp import NEVER, Deadline, Expired, frozen
 from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
+from autotp.plans.families import FAMILIES
 from costmodel import overlap
 from costmodel.overlap import Weights
 
@@ -39,6 +39,7 @@ _TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, 
 _CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
 _LOOKING = 3.0  # seconds: then what a job takes that does not fit is looked for on no more meshes, if it is known on one
 _FAR = 0.95  # of a step: where the bound is less, memory decides more than is known of choices
+_FAMILIES = 0.5  # of the time that is left: for families, each its share
 _EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
 _MANY = 10  # tries with which families are tried too
 _FEW = 40  # operators of a model whose layers are decided one by one
@@ -59,41 +60,61 @@ class Outcome:
 
 
 @frozen()
-def best_of_ways(contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan over meshes and ways to recompute.
 
     Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, or only
-    what is far from the bound, what ``selective`` recomputes. Where a compiler fuses, recomputing what stays inside its
-    kernels may also save time: what is not kept is neither written nor read.
+    what is far from the bound, what ``selective`` recomputes, and what families have. Where a compiler fuses, recomputing
+    what stays inside its kernels may also save time: what is not kept is neither written nor read.
 
     Args:
-        contest: of the job.
+        plain, short: of the job, as of ``ways``.
         meshes: to look at.
         analysis: seconds that the analysis took of operators that differ, which say how long other things take.
 
     Raises:
         Expired: when the time passed before any plan was found.
     """
-    plain, short = ways(contest)
-    options, model = contest.candidates.options, plain.candidates.model
+    options, model = plain.candidates.options, plain.candidates.model
     if not options.trains or options.recompute != "auto":
         return _best(plain, short, meshes, analysis)
-    deadline = replace(contest.deadline, shared=True).part(_HALF) if options.compile else contest.deadline
+    deadline = replace(plain.deadline, shared=True).part(_HALF) if options.compile else plain.deadline
     found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
     if options.compile:
-        found = _faster(found, plain.of(folded(within_kernels(model))), meshes, analysis)
-    best, short_of_memory = found.found.best, found.contest is not found.plain and not contest.deadline.over
-    if best is None or (short_of_memory and found.floor < _FAR * _step(best, options.hides)):
-        cheap = contest.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
-        if floor_of(cheap) <= contest.allowed:
-            found = _faster(found, cheap, meshes, analysis)
+        fused = plain.of(folded(within_kernels(model)))
+        found = _faster(found, fused, fused, meshes, analysis)
+    if found.found.best is None or _is_far(found):
+        cheap = plain.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
+        if floor_of(cheap) <= cheap.allowed:
+            found = _faster(found, cheap, cheap, meshes, analysis)
+        if _is_far(found):
+            found = _of_families(found, plain, meshes, analysis)
     return found
 
 
-def _faster(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """What is known, or what another contest finds, if that is faster."""
+def _is_far(outcome: Outcome) -> bool:
+    """Whether memory is short, and what fits is far from the bound, and there is time."""
+    if outcome.found.best is None or outcome.contest is outcome.plain or outcome.contest.deadline.over:
+        return False
+    return outcome.floor < _FAR * _seconds(outcome)
+
+
+def _of_families(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+    """What is known, or what a family has that is faster: where memory decides much, fewer choices are searched better."""
+    families = [one for name, one in FAMILIES.items() if name != "auto"]
+    for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
+        time = _FAMILIES * contest.deadline.left / (len(families) - number)
+        fewer = replace(contest.within(family.name), deadline=contest.deadline.within(time))
+        shown = [mesh for mesh in meshes if family.least <= len(mesh) <= family.axes]
+        if shown and time > _HURRY * analysis:
+            known = replace(_faster(known, *ways(fewer), shown, analysis), floor=known.floor)
+    return known
+
+
+def _faster(known: Outcome, plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+    """What is known, or what other contests find, if that is faster."""
     try:
-        other = _best(contest, contest, meshes, analysis)
+        other = _best(plain, short, meshes, analysis)
     except Expired as error:
         return replace(known, floor=min(known.floor, error.bound))
     if other.found.best is None:
@@ -131,7 +152,7 @@ def _seconds(outcome: Outcome) -> float:
     if best is None:
         return math.inf
     if not outcome.chunks:
-        return _step(best, hides)
+        return best.priced.sums.seconds(hides)
     return best_chunks(best.priced, outcome.contest.deadline, outcome.chunks)[1].seconds(hides)
 
 
@@ -315,26 +336,10 @@ def _with_least(
             contest, least = sharded, other
     if least is None:
         return Searched(None, floor, math.inf)
+    best = contest.candidates.found(least.candidate, least.assembled, least.found.choice)
     if least.used > contest.allowed:
-        smallest = contest.candidates.found(least.candidate, least.assembled, least.found.choice)
-        return Searched(None, floor, least.used, smallest)
-    best = _fastest_within(contest, least)
-    return Searched(best, min(floor, best.solution.seconds), best.memory)
-
-
-def _fastest_within(contest: Contest, least: Least) -> Found:
-    """The best plan met on the way from the one with the least memory, which fits, to faster ones."""
-    candidates = contest.candidates
-    try:
+        return Searched(None, floor, least.used, best)
+    with suppress(Expired):
         assembled = contest.anew().assemble(least.candidate)
-    except Expired:
-        return candidates.found(least.candidate, least.assembled, least.found.choice)
-    choice = quicker(
-        assembled.problem,
-        least.moments,
-        least.found,
-        lambda choice: evaluate(assembled.problem, choice).seconds,
-        lambda choice: candidates.found(least.candidate, assembled, choice).memory <= contest.allowed,
-        contest.deadline,
-    )
-    return candidates.found(least.candidate, assembled, choice)
+        best = least.quickest(assembled, contest.candidates, contest.allowed, contest.deadline)
+    return Searched(best, min(floor, best.solution.seconds), best.memory)

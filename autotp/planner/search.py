@@ -17,7 +17,7 @@ from autotp.errors import AutotpError, ConstraintError, TimeLimitError
 from autotp.planner.candidates import Candidates, candidate_meshes
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
-from autotp.planner.fitting import best_of_ways
+from autotp.planner.fitting import best_of_ways, ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NEVER, NO_LAYOUT, Deadline
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
@@ -196,9 +196,10 @@ def plan_captured(
     apart = analysis * folded_operators / max(1, len(model.operators))
     ending = min(_ENDING * apart + _READING * analysis, options.time_limit / 2)
     first = replace(first, deadline=replace(deadline, at=deadline.at - ending))
+    plain, short = ways(first)
     chosen, hides, chunks = options.family, options.hides, options.chunks
     try:
-        outcome = best_of_ways(first, meshes, apart)
+        outcome = best_of_ways(plain, short, meshes, apart)
     except TimeoutError as error:
         raise TimeLimitError(f"{error} (it is {options.time_limit:g} s)") from error
     contest, found, floor, best = outcome.contest, outcome.found, outcome.floor, outcome.found.best
@@ -224,8 +225,9 @@ def plan_captured(
         least = sums.step(hides) if hides else least
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
-    floor = max(floor, least_seconds(best.model, prices.prices)) if floor < least else floor
-    floor, least = hosted(floor, least_host(best.model, prices.prices)), hosted(least, sums.host)
+    every = plain.candidates.model  # of which what is recomputed is so in every plan
+    floor = max(floor, least_seconds(every, prices.prices)) if floor < least else floor
+    floor, least = hosted(floor, least_host(every, prices.prices)), hosted(least, sums.host)
     gap = max(0.0, 1 - floor / least) if least else 0.0
     plan = describe_plan(
         best,

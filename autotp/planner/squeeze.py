@@ -181,11 +181,11 @@ class _Squeeze:
             point = self.point
             self.steer(candidate, moments, None, surely=False)
             self.point = point
-        if floor < self.good < math.inf and self.layers == 1:  # what is known to fit leaves few choices
+        if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
         if self.most > 1:
             low = self.in_chunks(candidate, moments)
-            if low < self.good < math.inf and self.layers == 1:
+            if low < self.good and self.layers == 1:
                 low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)

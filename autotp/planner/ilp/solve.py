@@ -162,7 +162,7 @@ def promising(problem: Problem, cutoff: float, deadline: Deadline) -> list[np.nd
     if not consistent(problem, masks):
         raise Infeasible(NO_LAYOUT)
     dual = Dual(problem, cutoff)
-    for _ in range(_SWEEPS):
+    for _ in range(_SWEEPS if math.isfinite(cutoff) else 0):
         if deadline.over:
             break
         _, floors = dual.sweep()

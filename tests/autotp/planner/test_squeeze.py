@@ -170,8 +170,9 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
             worst = max(held, key=held.__getitem__)
             seconds = evaluate(assembled.problem, choice).seconds
             for surely in (True, False):
-                both = moments.program({worst: 0.5, moments.usual[0]: 0.5}, surely, assembled.problem, 3.0)
-                bytes_held = sum(0.5 * moments.bytes(one, choice, surely) for one in (worst, moments.usual[0]))
+                prices = {worst: 0.5, moments.usual[0]: 0.25}
+                both = moments.program(prices, surely, assembled.problem, 3.0)
+                bytes_held = sum(price * moments.bytes(one, choice, surely) for one, price in prices.items())
                 assert evaluate(both, choice).seconds == pytest.approx(3 * seconds + bytes_held, rel=1e-9)
             close.append(moments.bytes(worst, choice, surely=True) / held[worst])
     assert max(close) > 0.6, "and they are no trivial bounds"
@@ -305,3 +306,7 @@ def test_where_few_plans_fit_one_is_found():
     memory = 1.02 * nothing.value.needed
     plan = plan_captured(captured, topology, Options(memory=memory, time_limit=40.0))
     assert plan.predicted.memory_bytes <= memory and 0 <= plan.gap < 1
+    family = plan_captured(captured, topology, Options("megatron-1d", memory=memory, time_limit=40.0))
+    step, least = family.predicted.step_seconds, plan.predicted.step_seconds * (1 - plan.gap)
+    assert least <= step and least <= family.predicted.step_seconds * (1 - family.gap), "of recomputation, none is certain"
+    assert plan.predicted.step_seconds <= step * 1.01, "what a family finds, auto does, if there is time"
