@@ -64,8 +64,8 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
     """The best plan over meshes and ways to recompute.
 
     Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, or only
-    what is far from the bound, what ``selective`` recomputes, and what families have. Where a compiler fuses, recomputing
-    what stays inside its kernels may also save time: what is not kept is neither written nor read.
+    what is far from the bound, all that ``selective`` or ``full`` recompute, and what families have. Where a compiler
+    fuses, recomputing what stays inside its kernels may also save time: what is not kept is neither written nor read.
 
     Args:
         plain, short: of the job, as of ``ways``.
@@ -84,9 +84,9 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
         fused = plain.of(folded(within_kernels(model)))
         found = _faster(found, fused, fused, meshes, analysis)
     if found.found.best is None or _is_far(found):
-        cheap = plain.of(folded(replace(model, recomputed=recomputed_by(model, "selective"))))
-        if floor_of(cheap) <= cheap.allowed:
-            found = _faster(found, cheap, cheap, meshes, analysis)
+        for way in ("selective", "full"):
+            fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
+            found = _faster(found, fixed, fixed, meshes, analysis)
         if _is_far(found):
             found = _of_families(found, plain, meshes, analysis)
     return found
