@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from autotp.analysis.explain import priced_plan
@@ -15,7 +16,7 @@ from passes.capture import Captured
 __all__ = ["repriced"]
 
 
-def repriced(captured: Captured, plan: Plan, topology: Topology | str) -> Plan:
+def repriced(captured: Captured, plan: Plan, topology: Topology | str | os.PathLike[str]) -> Plan:
     """The same plan, predicted for another machine.
 
     Args:

@@ -45,7 +45,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
 
     Args:
         file: the config, as ``save_pretrained`` writes it.
-        options: of `OPTIONS`; ``sequence`` is at most what the model has positions for.
+        options: of `OPTIONS`; left out, ``sequence`` is at most what the model has positions for.
 
     Raises:
         AutotpError: transformers is not installed; the file is not such a config; an option is unknown or wrong; or the
@@ -58,6 +58,8 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         raise AutotpError(f"--model {file}: a config file needs transformers: pip install transformers") from error
     if not data.get("model_type"):
         raise AutotpError(f"--model {file}: not a config of transformers: it has no model_type")
+    if data.get("quantization_config"):
+        raise AutotpError(f"--model {file}: quantization_config is not followed; take it out to plan the model without")
     try:
         # Not by the file's name: transformers would look for what is missing on the network.
         config = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
@@ -74,7 +76,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         with torch.device(chosen["device"]), _bounded(file):
             model = _class_of(transformers, config, file)._from_config(config, dtype=getattr(torch, chosen["dtype"]))
         with torch.device(chosen["device"]):
-            inputs = _inputs(model, config, int(chosen["batch"]), int(chosen["sequence"]), file)
+            inputs = _inputs(model, config, int(chosen["batch"]), int(chosen["sequence"]), "sequence" in options, file)
         if "labels" in inputs:
             _return_the_loss(model)
         return model.train(), (), inputs
@@ -157,11 +159,13 @@ def _class_of(transformers: Any, config: Any, file: Path) -> Any:
     return found
 
 
-def _inputs(model: Any, config: Any, batch: int, sequence: int, file: Path) -> dict[str, Tensor]:
+def _inputs(model: Any, config: Any, batch: int, sequence: int, asked: bool, file: Path) -> dict[str, Tensor]:
     main = model.main_input_name
     text = config.get_text_config()
     if main == "input_ids":
         length = min(sequence, getattr(text, "max_position_embeddings", None) or sequence)
+        if asked and length < sequence:
+            raise AutotpError(f"--model {file}: sequence={sequence}, but the model has positions for {length}")
         whole(batch * length, f"--model {file}: the number of tokens", most=_MOST_ELEMENTS)
         ids = torch.arange(batch * length).reshape(batch, length) % text.vocab_size
         inputs = {"input_ids": ids}

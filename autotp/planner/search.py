@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,7 @@ _ENDING, _READING = 6.0, 2.0
 
 def plan(
     model: nn.Module,
-    topology: Topology | str,
+    topology: Topology | str | os.PathLike[str],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -113,7 +114,7 @@ def plan(
 
 def plan_model(
     model: nn.Module,
-    topology: Topology | str,
+    topology: Topology | str | os.PathLike[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     options: Options,

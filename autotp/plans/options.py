@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
@@ -34,13 +35,13 @@ _OF_A_PLAN = (
 )
 
 
-def machine_of(topology: Topology | str) -> Topology:
+def machine_of(topology: Topology | str | os.PathLike[str]) -> Topology:
     """A topology, or that of a name or a file.
 
     Raises:
         AutotpError: it is neither, or cannot be read.
     """
-    found = Topology.load(topology) if isinstance(topology, str) else topology
+    found = Topology.load(topology) if isinstance(topology, str | os.PathLike) else topology
     require(found, Topology, "the topology", "an autotp.Topology, a preset's name or a TOML file")
     return found
 

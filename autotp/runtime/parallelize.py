@@ -48,7 +48,7 @@ _REPLACED = "_autotp_replaced"
 @real_tensors()
 def parallelize(
     model: nn.Module,
-    topology: Topology | str | None = None,
+    topology: Topology | str | os.PathLike[str] | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -321,7 +321,7 @@ def _sound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, int]:
     return sound
 
 
-def _planned(captured: Captured, topology: Topology | str | None, options: Options) -> Plan:
+def _planned(captured: Captured, topology: Topology | str | os.PathLike[str] | None, options: Options) -> Plan:
     machine = Topology.local() if topology is None else machine_of(topology)
     devices = dist.get_world_size()
     if machine.devices != devices:
@@ -333,7 +333,7 @@ def _planned(captured: Captured, topology: Topology | str | None, options: Optio
     return plan_captured(captured, machine, options)
 
 
-def _for_all_processes(plan: Plan, topology: Topology | str | None) -> Plan:
+def _for_all_processes(plan: Plan, topology: Topology | str | os.PathLike[str] | None) -> Plan:
     """The plan, if it is for the machine, where that is given, and as many processes run as it has devices."""
     devices = dist.get_world_size()
     if topology is not None and (given := machine_of(topology)) != plan.topology:

@@ -230,8 +230,7 @@ def _captured(
     checks.warn_of_changes(model, lost)
     checks.warn_of_gradients(model, [names.buffers[name] for name in written.carried])
     checks.refuse_copies(model, casts.keys() & renewed_state)
-    if policy is not None:
-        check_dtypes(graph, policy)
+    check_dtypes(graph, policy)
     for node in graph.find_nodes(op="placeholder"):
         if names.parameters.get(node.name) in casts:
             annotate(node, cast=casts[names.parameters[node.name]])

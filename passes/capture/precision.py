@@ -21,7 +21,7 @@ from costmodel.errors import AutotpError, shown
 from passes.capture.builder import CaptureError
 from passes.graph import Cast, where
 from passes.rules.shapes import operands_of
-from passes.rules.table import kind_of, rule_of
+from passes.rules.table import kind_of, name_of, rule_of
 from passes.torch_internals import BatchNorm, reparametrize_module, tree_map
 
 __all__ = ["PRECISIONS", "Precision", "cast_parameters", "check_dtypes", "policy_of", "precision_name", "under"]
@@ -161,29 +161,45 @@ def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Ca
             hook.remove()
 
 
-def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy) -> None:
+def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy | None) -> None:
     """Looks for operators of a captured graph that have no kernel for their operands' dtypes; fake tensors do not.
 
     Raises:
-        CaptureError: there is one, because the policy casts one operand and not another.
+        CaptureError: there is one; with a policy, because that casts one operand and not another.
     """
     for node in graph.nodes:
-        kind = kind_of(node) if node.op == "call_function" and rule_of(node) is not None else ""
-        dtypes = [n.meta["val"].dtype for n in operands_of(node)] if kind in _UNIFORM or kind == "norm" else []
-        dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
-        # A norm may have its weights, and all of them, in float32 beside narrower activations.
-        beside = set(dtypes[1:]) == {torch.float32} and kind == "norm"
-        if len(set(dtypes)) > 1 and not beside:
-            found = ", ".join(map(_short, dtypes))
-            raise CaptureError(
-                f"{where(node)}: precision {precision_name(policy)!r} and the model contradict each other: {node.target} "
-                f"reads {found}. Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; "
-                ".to(weight.dtype) where the model makes a tensor of a dtype of its own; or no precision"
-            )
+        dtypes = _contrary(node) if node.op == "call_function" and rule_of(node) is not None else []
+        if not dtypes:
+            continue
+        found = f"{node.target} reads {', '.join(map(_short, dtypes))}"
+        if policy is None:
+            raise CaptureError(f"{where(node)}: {found}, for which torch has no kernel: cast the inputs, or the model")
+        raise CaptureError(
+            f"{where(node)}: precision {precision_name(policy)!r} and the model contradict each other: {found}. "
+            "Try: cast_forward_inputs=True, so that inputs have the parameters' dtype; .to(weight.dtype) where the "
+            "model makes a tensor of a dtype of its own; or no precision"
+        )
 
 
-#: Kinds of operators whose kernels want all operands in one dtype.
+def _contrary(node: fx.Node) -> list[torch.dtype]:
+    """The dtypes that an operator reads and its kernels do not take together, if any."""
+    name, kind = name_of(node).split(".")[1], kind_of(node)
+    dtypes = [operand.meta["val"].dtype for operand in operands_of(node)]
+    if name in _CLASSES:
+        return [] if dtypes[1].is_floating_point or dtypes[1] in (torch.int64, torch.uint8) else dtypes[:2]
+    if kind not in _UNIFORM and name not in _NORMS:
+        return []
+    if kind != "product" or name.startswith("_"):  # masks, offsets and scales are of other dtypes
+        dtypes = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
+    # A norm may have its weights, and all of them, in float32 beside narrower activations.
+    beside = name in _NORMS and set(dtypes[1:]) == {torch.float32} and dtypes[0].itemsize < _SINGLE
+    return dtypes if len(set(dtypes)) > 1 and not beside else []
+
+
+#: Kinds of operators whose kernels want all operands in one dtype, norms that do, and losses by classes, which are int64.
 _UNIFORM = ("product", "convolution", "attention")
+_NORMS = ("layer_norm", "group_norm", "batch_norm", "batch_norm_train", "instance_norm")
+_CLASSES = ("cross_entropy_loss", "nll_loss_nd")
 
 
 def _cast_to(dtype: torch.dtype) -> Any:

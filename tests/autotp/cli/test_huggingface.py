@@ -23,7 +23,7 @@ def test_a_language_model_returns_its_loss_under_its_own_names(tmp_path, device)
     config = transformers.LlamaConfig(
         **SMALL, num_key_value_heads=2, vocab_size=96, max_position_embeddings=16, architectures=["LlamaForCausalLM"]
     )
-    model, args, kwargs = load_model(f"{saved(tmp_path, config)}:batch=4,sequence=64,dtype=bfloat16,device={device}")
+    model, args, kwargs = load_model(f"{saved(tmp_path, config)}:batch=4,dtype=bfloat16,device={device}")
     assert args == () and kwargs["input_ids"].shape == (4, 16), "no more positions than the model has"
     assert {p.device.type for p in model.parameters()} == {device} and {p.dtype for p in model.parameters()} == {
         torch.bfloat16
@@ -68,6 +68,7 @@ def test_other_models(tmp_path, config, architecture, inputs):
         (":device=cuda", "choose meta or cpu"),
         (":batch", "expected options such as"),
         (":batch=4,batch=5", "'batch' is given twice"),
+        (":sequence=2000", "sequence=2000, but the model has positions for 1024"),
     ],
 )
 def test_wrong_options(run_cli, tmp_path, capsys, options, said):
@@ -97,6 +98,7 @@ def test_wrong_files(run_cli, tmp_path, capsys):
             "'input_features' cannot be guessed",
         ),
         (transformers.SegformerConfig(num_encoder_blocks=1, depths=[1]), "'pixel_values' cannot be guessed"),
+        (transformers.GPT2Config(quantization_config={"load_in_4bit": True}), "quantization_config is not followed"),
         (transformers.EncoderDecoderConfig.from_encoder_decoder_configs(tiny, tiny), "it names no architectures"),
     ):
         assert run_cli("plan", "--model", saved(tmp_path, config), "--topology", "dgx-h100") == 2

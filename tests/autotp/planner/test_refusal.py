@@ -127,3 +127,12 @@ def test_no_plan_takes_less_than_the_floor(way):
     plan = plan_captured(captured, TOPOLOGY, Options(schedule="none", recompute=way))
     if not plan.recomputed:
         assert plan.predicted.memory_bytes >= floor
+
+
+def test_what_full_recomputation_needs_is_never_refused():
+    model, tokens = (
+        nn.Sequential(nn.Embedding(32, 16), Layers(16), Layers(16), nn.Linear(16, 32)),
+        torch.zeros(8, 16, dtype=torch.long),
+    )
+    least = {way: needed(model, tokens, recompute=way) for way in ("auto", "full", "selective", "none")}
+    assert least["auto"] == min(least.values())

@@ -123,3 +123,28 @@ class _Norm(nn.Module):
 def test_parameters_in_another_dtype_than_statistics_contradict_a_policy() -> None:
     with pytest.raises(CaptureError, match=r"contradict each other.*batch_norm.*bfloat16, bfloat16, bfloat16, float32"):
         capture(_Norm(), (torch.randn(2, 4, 3),), precision="bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (nn.Linear(8, 4), (torch.zeros(2, 8, dtype=torch.float64),)),
+        (nn.Linear(8, 4), (torch.zeros(2, 8, dtype=torch.int64),)),
+        (nn.LayerNorm(8), (torch.zeros(2, 8, dtype=torch.float64),)),
+        (nn.LayerNorm(8).bfloat16(), (torch.zeros(2, 8),)),
+        (nn.BatchNorm1d(8), (torch.zeros(2, 8, dtype=torch.float64),)),
+        (nn.CrossEntropyLoss(), (torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32))),
+        (nn.LayerNorm(8), (torch.zeros(2, 8, dtype=torch.bfloat16),)),
+        (nn.RMSNorm(8).bfloat16(), (torch.zeros(2, 8),)),
+        (nn.CrossEntropyLoss(), (torch.zeros(2, 8), torch.zeros(2, 8))),
+    ],
+)
+def test_dtypes_that_torch_has_no_kernel_for_are_refused(model, args):
+    """Fake tensors take them all."""
+    try:
+        model(*args)
+    except RuntimeError:
+        with pytest.raises(CaptureError, match="reads .*, for which torch has no kernel"):
+            capture(model, args)
+    else:
+        assert capture(model, args)
