@@ -83,20 +83,19 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
     if options.compile:
         fused = plain.of(folded(within_kernels(model)))
         found = _faster(found, fused, fused, meshes, analysis)
-    if found.found.best is None or _is_far(found):
+    short_of_memory = found.contest is not found.plain
+    if found.found.best is None or (short_of_memory and _is_far(found)):
         for way in ("selective", "full"):
             fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
             found = _faster(found, fixed, fixed, meshes, analysis)
-        if _is_far(found):
+        if found.found.best is not None and _is_far(found):
             found = _of_families(found, plain, meshes, analysis)
     return found
 
 
 def _is_far(outcome: Outcome) -> bool:
-    """Whether memory is short, and what fits is far from the bound, and there is time."""
-    if outcome.found.best is None or outcome.contest is outcome.plain or outcome.contest.deadline.over:
-        return False
-    return outcome.floor < _FAR * _seconds(outcome)
+    """Whether a plan that fits is far from the bound, and there is time."""
+    return not outcome.contest.deadline.over and outcome.floor < _FAR * _seconds(outcome)
 
 
 def _of_families(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
@@ -115,8 +114,8 @@ def _faster(known: Outcome, plain: Contest, short: Contest, meshes: Sequence[tup
     """What is known, or what other contests find, if that is faster."""
     try:
         other = _best(plain, short, meshes, analysis)
-    except Expired as error:
-        return replace(known, floor=min(known.floor, error.bound))
+    except (BatchError, Expired) as error:
+        return replace(known, floor=min(known.floor, error.bound if isinstance(error, Expired) else 0.0))
     if other.found.best is None:
         return known if known.found.best is not None else min(known, other, key=lambda one: one.found.used)
     return replace(min(known, other, key=_seconds), floor=min(known.floor, other.floor))
