@@ -99,6 +99,9 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
     batch, length = _sizes(parallel)
     _require_language_model(model)
     _require_prompts(input_ids, options)
+    made, given = ({name: each.shape for name, each in one.named_parameters()} for one in (parallel, model))
+    if made != {f"model.{name}": shape for name, shape in given.items()}:
+        raise AutotpError(f"{type(model).__name__} is not the model that the distributed module was made of: give that")
     if len(input_ids) != batch:
         raise AutotpError(
             f"{len(input_ids)} sequences, but the cache is for {batch}; make WithCache(model, {len(input_ids)}, …)"

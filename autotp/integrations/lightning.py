@@ -266,7 +266,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         with reading(path, "checkpoint"):
             checkpoint: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only)
             dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
-        checkpoint["state_dict"] = state["model"]
+            checkpoint["state_dict"] = state["model"]
         if "lr_schedulers" in checkpoint:  # it is not, with save_weights_only
             checkpoint["optimizer_states"] = path
         return checkpoint

@@ -14,11 +14,19 @@ from torch.distributed.tensor import DTensor
 from autotp.errors import AutotpError
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted, load_adapter, save_adapter
-from autotp.integrations.training_state import RANDOM, load_optimizer, load_random, require_global, save_optimizer
+from autotp.integrations.training_state import (
+    RANDOM,
+    load_optimizer,
+    load_random,
+    reading,
+    require_global,
+    save_optimizer,
+)
 from autotp.runtime.checkpoint.load import load_pretrained
 from autotp.runtime.checkpoint.random_state import RandomState
 from autotp.runtime.checkpoint.save import save_pretrained
 from autotp.runtime.programs import blueprint
+from costmodel.errors import require
 
 try:
     import transformers
@@ -182,7 +190,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"{SCHEDULER_NAME}, too"
             )
         load_optimizer(self.model, self.optimizer, Path(checkpoint, _OPTIMIZER))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        with reading(file := Path(checkpoint, SCHEDULER_NAME), "state of the scheduler"):
+            self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -198,6 +207,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 def _check(args: Any) -> None:
     """Refuses arguments that cannot be followed."""
+    require(args, transformers.TrainingArguments, "args", "transformers.TrainingArguments")
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):
             raise AutotpError(f"TrainingArguments({name}=…) would change or wrap a distributed module: {instead}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -155,10 +154,8 @@ def load_random(file: str | os.PathLike[str]) -> None:
     Raises:
         AutotpError: it is not there or damaged.
     """
-    try:
+    with reading(file, "states of torch's generators"):
         state = torch.load(file, weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise AutotpError(f"{file} has no states of torch's generators ({type(error).__name__}): copy it again") from error
     RandomState().load_state_dict(state)
 
 

@@ -72,10 +72,11 @@ _RECOMPUTE = {
     "selective (attention core)": "selective",
     "selective layer (every 2nd)": "every 2nd",
 }
+_ATTENTION = {r"written out|unfused|no flash|eager": "written out", r"fused|flash|sdpa": "fused"}
+_LOSS = {"float32|fp32": "float32", "fused": "fused"}
 _EAGER = ("", "no", "false", "none", "eager", "not stated")
 _LARGEST_FILE = 2**22  # bytes
-_SIZE = 2**31  # the largest of a model's sizes, and of a batch
-_LAYERS = 4096
+_SIZE, _LAYERS = 2**31, 1024  # at most: of a model's sizes, and of a batch; of a model
 _LONGEST = 500  # characters in which a device, a dtype or a network is looked for
 _KINDS = ("ddp", "zero2", "hsdp", "zero3")
 
@@ -260,11 +261,12 @@ def _old(row: Mapping[str, Any], dtype: str) -> bool:
 def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
     model, traits = str(row.get("model", "")).lower(), str(row.get("model_traits", "")).lower()
     hidden, ffn, heads = _whole(row, "hidden"), _whole(row, "ffn"), _whole(row, "heads")
-    kind = str(row.get("architecture", "llama" if "llama" in model or "aurora" in model else "gpt"))
-    if kind not in ("gpt", "llama"):
-        raise AutotpError(f"architecture {shown(kind)} is unknown; the known ones are gpt and llama")
+    kind = "llama" if "llama" in model or "aurora" in model else "gpt"
+    kind = _one_of({"architecture": kind, **row}, "architecture", {"gpt": "gpt", "llama": "llama"})
+    if kind == "gpt" and (grouped := _whole(row, "kv_heads", heads)) != heads:
+        raise AutotpError(f"kv_heads is {grouped}, of {heads} heads, which only the architecture llama groups")
     old = _old(row, dtype)
-    attention = str(row.get("attention", "written out" if old or "no flash" in traits else "fused"))
+    attention = row.get("attention") or ("written out" if old or "no flash" in traits else "fused")
     return Architecture(
         kind,
         _whole(row, "layers", most=_LAYERS),
@@ -274,9 +276,9 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
         _whole(row, "kv_heads", heads, least=1),
         _whole(row, "vocab"),
         _yes(row, "tied", kind == "gpt"),
-        attention == "fused",
+        _fitting({"attention": attention}, "attention", _ATTENTION) == "fused",
         _number(row, "dropout", 0.1 if old else 0.0),
-        str(row.get("loss", "float32")) == "float32",
+        _fitting({"loss": row.get("loss") or "float32"}, "loss", _LOSS) == "float32",
     )
 
 
@@ -294,12 +296,12 @@ def _topology(row: Mapping[str, Any], devices: int) -> Topology:
 
 def _stated(text: str, node: int) -> float | None:
     """Bytes/s of a node's network that a text states."""
-    found = re.search(r"(?:([0-9]{1,6}) ?x ?)?([0-9]{1,9}(?:\.[0-9]{1,9})?) (Gbit/s|GB/s)(?:[^+]*per (GPU))?", text)
+    found = re.search(r"(?:([0-9]{1,6}) ?x ?)?([0-9]{1,9}(?:\.[0-9]{1,9})?) (Gbit/s|Gbps|GB/s)(?:[^+]*per (GPU))?", text)
     if found is None:
         return None
     count, figure, unit, each = found.groups()
     links = whole_of(count or "1", "interconnect: links") * (node if each else 1)
-    return parse_quantity(f"{figure} {unit}", "bandwidth") * links
+    return parse_quantity(f"{figure} {unit.replace('bps', 'bit/s')}", "bandwidth") * links
 
 
 def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
@@ -309,16 +311,15 @@ def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)
     if found is None:
         names = ", ".join(dict.fromkeys(known.values()))
-        raise AutotpError(f"{key} {shown(row.get(key, ''))} is unknown; the known ones are those of {names}")
+        raise AutotpError(f"{key} {shown(row[key])} is unknown; the known ones are those of {names}")
     return found
 
 
 def _one_of(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
     value = str(row.get(key, "")).lower()
     if value not in known:
-        raise AutotpError(
-            f"{key} {shown(row.get(key, ''))} cannot be represented; known are {', '.join(filter(None, known))}"
-        )
+        names = ", ".join(filter(None, known))
+        raise AutotpError(f"{key} {shown(row.get(key, ''))} cannot be represented; known are {names}")
     return known[value]
 
 

@@ -1,5 +1,6 @@
 """Generation with a cache: tokens are transformers' own."""
 
+import copy
 import math
 from unittest import mock
 
@@ -112,6 +113,13 @@ def test_other_arguments_are_refused(options, message):
     call = {"parallel": WithCache(model, 2, ROOM), "model": model, "input_ids": torch.ones(2, 7, dtype=torch.int64)}
     with pytest.raises(autotp.AutotpError, match=message):
         generate(**call | options)
+
+
+def test_another_model_is_refused():
+    parallel, other = (LlamaForCausalLM(copy.deepcopy(LLAMA)) for _ in range(2))
+    other.resize_token_embeddings(other.config.vocab_size + 1)
+    with pytest.raises(autotp.AutotpError, match="LlamaForCausalLM is not the model that the distributed module was made"):
+        generate(WithCache(parallel, 2, ROOM), other, torch.ones(2, 7, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("sizes", [(0, 8), (2, -1), (2.5, 8), ("2", 8), (2**40, 8)])

@@ -14,7 +14,7 @@ import autotp
 from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.adapters import is_adapted
 from autotp.integrations.trainer import Trainer, _check
-from autotp.integrations.training_state import load_optimizer, save_optimizer
+from autotp.integrations.training_state import load_optimizer, load_random, save_optimizer
 
 
 def test_a_plain_module_is_refused():
@@ -183,3 +183,11 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "needs" in done.stdout and f"pip install '{absent}" in done.stdout
+
+
+@pytest.mark.parametrize("damaged", [b"", b"q", b"M", b"r", b"]q\x00h\x05.", b"\x80\x02t.", b"cos\nsystem\n"])
+def test_damaged_states_of_generators_are_named(tmp_path, damaged):
+    """Torch's reader of pickles raises errors of many classes."""
+    (tmp_path / "state.pt").write_bytes(damaged)
+    with pytest.raises(autotp.AutotpError, match=r"state.pt has no whole states of torch's generators \("):
+        load_random(tmp_path / "state.pt")
