@@ -255,7 +255,7 @@ def _old(row: Mapping[str, Any], dtype: str) -> bool:
     It reduced all gradients after the backward pass (megatron/model/distributed.py, whose "local" was the default), as
     DeepSpeed did without ZeRO.
     """
-    return dtype == "fp16" and row.get("attention", "written out") == "written out"
+    return dtype == "fp16" and _fitting(row, "attention", _ATTENTION, "written out") == "written out"
 
 
 def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
@@ -266,7 +266,7 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
     if kind == "gpt" and (grouped := _whole(row, "kv_heads", heads)) != heads:
         raise AutotpError(f"kv_heads is {grouped}, of {heads} heads, which only the architecture llama groups")
     old = _old(row, dtype)
-    attention = row.get("attention") or ("written out" if old or "no flash" in traits else "fused")
+    attention = _fitting(row, "attention", _ATTENTION, "written out" if old or "no flash" in traits else "fused")
     return Architecture(
         kind,
         _whole(row, "layers", most=_LAYERS),
@@ -276,9 +276,9 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
         _whole(row, "kv_heads", heads, least=1),
         _whole(row, "vocab"),
         _yes(row, "tied", kind == "gpt"),
-        _fitting({"attention": attention}, "attention", _ATTENTION) == "fused",
+        attention == "fused",
         _number(row, "dropout", 0.1 if old else 0.0),
-        _fitting({"loss": row.get("loss") or "float32"}, "loss", _LOSS) == "float32",
+        _fitting(row, "loss", _LOSS, "float32") == "float32",
     )
 
 
@@ -304,8 +304,8 @@ def _stated(text: str, node: int) -> float | None:
     return parse_quantity(f"{figure} {unit.replace('bps', 'bit/s')}", "bandwidth") * links
 
 
-def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str]) -> str:
-    text = str(row.get(key, "")).lower()[:_LONGEST]
+def _fitting(row: Mapping[str, Any], key: str, known: Mapping[str, str], default: str = "") -> str:
+    text = (str(row.get(key, "")) or default).lower()[:_LONGEST]
     if not text:
         raise AutotpError(f"{key} is missing")
     found = next((name for pattern, name in known.items() if re.search(pattern, text)), None)

@@ -573,7 +573,7 @@ def test_the_default_dtype_tells_programs_apart():
     for dtype in (usual, torch.float64, usual):
         torch.set_default_dtype(dtype)
         try:
-            torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-6)  # the layer's products are float32's
+            torch.testing.assert_close(ours(x), model(x), rtol=1.3e-6, atol=1e-5)  # as of float32, in which it multiplies
         finally:
             torch.set_default_dtype(usual)
     assert [key.default for key in ours._programs.known] == [None, torch.float64]
