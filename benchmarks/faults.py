@@ -183,7 +183,7 @@ class _Worker:
             return
         if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             return
-        print("FIRES", flush=True)
+        print("FIRES\n", end="", flush=True)
         if self.kind == "exception":
             raise RuntimeError("an injected fault")
         if self.kind == "memory":
@@ -216,7 +216,7 @@ class _Worker:
         from benchmarks.workflows.side import Net, batch
         from passes.world.process import ProcessWorld
 
-        print("BEGINS", os.getpid(), flush=True)
+        print(f"BEGINS {os.getpid()}\n", end="", flush=True)  # one write: the ranks share a pipe
         patience = 6 * _TIMEOUT if self.place == "compile" else _TIMEOUT  # Inductor takes its time
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
         entry = sys.modules["autotp.runtime.parallelize"]
@@ -262,7 +262,7 @@ class _Worker:
             if self.place == "generation":
                 self.generate(shape)
         if dist.get_rank() == 0:
-            print(f"ENDS {loss.item():.12g}", flush=True)
+            print(f"ENDS {loss.item():.12g}\n", end="", flush=True)
         dist.destroy_process_group()
 
     def generate(self, shape: tuple[int, ...]) -> None:
