@@ -61,7 +61,7 @@ def require(value: Any, kind: type, what: str, instead: str) -> None:
         raise AutotpError(f"{what} is {found}: give {instead}")
 
 
-def suggestion(wrong: str, allowed: Iterable[str]) -> str:
+def suggestion(wrong: object, allowed: Iterable[str]) -> str:
     """The most similar allowed name, and all allowed names.
 
     Args:
@@ -72,6 +72,6 @@ def suggestion(wrong: str, allowed: Iterable[str]) -> str:
         A clause to append to an error message, such as ``"; did you mean 'size'? Allowed: name, size"``.
     """
     names = list(allowed)
-    close = difflib.get_close_matches(str(wrong)[:100], names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wrong[:100] if isinstance(wrong, str) else "", names, n=1, cutoff=0.5)
     meant = f"; did you mean {close[0]!r}?" if close else "."
     return f"{meant} Allowed: {', '.join(names)}"

@@ -90,7 +90,7 @@ class Topology:
         for name in names:
             if names.count(name) > 1:
                 raise TopologyError(f"{where}: two levels are named {shown(name)}; give each its own name")
-        if self.library not in tuple(LIBRARIES):
+        if not isinstance(self.library, str) or self.library not in LIBRARIES:
             raise TopologyError(f"{where}: library {shown(self.library)} is not known{suggestion(self.library, LIBRARIES)}")
         whole(self.devices, f"{where}: the number of devices", most=MOST_DEVICES, error=TopologyError)
 
@@ -141,7 +141,7 @@ class Topology:
                 f"{self.devices} ({self._shape()}); choose sizes of at least 1 "
                 f"whose product is {self.devices}"
             )
-        if kind is not None and kind not in COLLECTIVES:
+        if kind is not None and (not isinstance(kind, str) or kind not in COLLECTIVES):
             raise TopologyError(f"no collective is called {shown(kind)}; choose {', '.join(COLLECTIVES)}")
         if along and not (0 <= min(along) <= max(along) < len(shape) and len({*along}) == len(along)):
             raise TopologyError(f"axes {along}: mesh {shape} has the axes 0 to {len(shape) - 1}, each of them once")

@@ -105,7 +105,7 @@ class _Watched(Footprint):
         super().reach(passing)
         if self.now.turn is not Turn.FORWARD:
             self.between = self.between or self.total
-        most = self.held[self.now]
+        most = self.held.get(self.now, 0.0)  # nothing, where tensors are empty
         if most >= self.wanted.get(self.now, float("inf")) * (1 - 1e-12):
             del self.wanted[self.now]
             self.seen[self.now] = self.holding(most - self.total)
@@ -136,7 +136,7 @@ def memory_use(priced: Priced, plan: Plan) -> MemoryUse:
     first = _Watched(priced, {})
     peak = first.run()
     chosen = _chosen(first.held)
-    if not chosen:
+    if not chosen or not priced.model.operators:
         raise AutotpError("the graph has no operators, and holds nothing but what it is given")
     watched = _Watched(priced, chosen)
     watched.run()

@@ -20,7 +20,7 @@ from autotp.plans.options import Options, machine_of
 from autotp.plans.plan import Plan
 from costmodel import Topology, TopologyError
 from costmodel.energy import per_token, step_energy, step_money
-from costmodel.errors import shown
+from costmodel.errors import require, shown
 from costmodel.text.numbers import MOST_DEVICES, whole
 from passes.capture import Captured, Precision, capture
 from passes.rules.table import flop_of
@@ -160,6 +160,7 @@ def sweep(
     """
     given = {"topologies": topologies, "devices": devices, "strategies": strategies}
     topologies, devices, strategies = (_listed(what, each) for what, each in given.items())
+    require(families, bool, "families", "True or False")
     if progress is not None and not callable(progress):
         raise AutotpError(f"progress is {shown(progress)}: give a function that takes a text, or leave it out")
     if not callable(factory) or isinstance(factory, nn.Module):

@@ -39,7 +39,7 @@ _TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, 
 _CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
 _LOOKING = 3.0  # seconds: then what a job takes that does not fit is looked for on no more meshes, if it is known on one
 _FAR = 0.95  # of a step: where the bound is less, memory decides more than is known of choices
-_FAMILIES = 0.5  # of the time that is left: for families, each its share
+_FAMILIES = 0.5  # of the time that is left, at most: for families
 _EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
 _MANY = 10  # tries with which families are tried too
 _FEW = 40  # operators of a model whose layers are decided one by one
@@ -64,8 +64,9 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
     """The best plan over meshes and ways to recompute.
 
     Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, or only
-    what is far from the bound, all that ``selective`` or ``full`` recompute, and what families have. Where a compiler
-    fuses, recomputing what stays inside its kernels may also save time: what is not kept is neither written nor read.
+    what is far from the bound, all that ``selective`` or ``full`` recompute. Where a compiler fuses, recomputing what
+    stays inside its kernels may also save time: what is not kept is neither written nor read. Where the bound stays
+    further away than is asked for, families are searched, too: fewer choices are searched better.
 
     Args:
         plain, short: of the job, as of ``ways``.
@@ -75,6 +76,15 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
     Raises:
         Expired: when the time passed before any plan was found.
     """
+    begun = plain.deadline.clock()
+    found = _of_recomputing(plain, short, meshes, analysis)
+    if found.found.best is None or found.floor >= (1 - plain.candidates.options.gap) * _seconds(found):
+        return found
+    return _of_families(found, plain, meshes, analysis, plain.deadline.clock() - begun)
+
+
+def _of_recomputing(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+    """``best_of_ways`` of all that the family contains, at once."""
     options, model = plain.candidates.options, plain.candidates.model
     if not options.trains or options.recompute != "auto":
         return _best(plain, short, meshes, analysis)
@@ -84,25 +94,22 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
         fused = plain.of(folded(within_kernels(model)))
         found = _faster(found, fused, fused, meshes, analysis)
     short_of_memory = found.contest is not found.plain
-    if found.found.best is None or (short_of_memory and _is_far(found)):
+    if found.found.best is None or (short_of_memory and found.floor < _FAR * _seconds(found)):
         for way in ("selective", "full"):
             fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
             found = _faster(found, fixed, fixed, meshes, analysis)
-        if found.found.best is not None and _is_far(found):
-            found = _of_families(found, plain, meshes, analysis)
     return found
 
 
-def _is_far(outcome: Outcome) -> bool:
-    """Whether a plan that fits is far from the bound, and there is time."""
-    return not outcome.contest.deadline.over and outcome.floor < _FAR * _seconds(outcome)
-
-
-def _of_families(known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """What is known, or what a family has that is faster: where memory decides much, fewer choices are searched better."""
+def _of_families(
+    known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float, spent: float
+) -> Outcome:
+    """What is known, or what a family has that is faster, in as much time as was ``spent``, or half of it all if far."""
     families = [one for name, one in FAMILIES.items() if name != "auto"]
+    far, half = known.floor < _FAR * _seconds(known), _FAMILIES * contest.deadline.left
+    until = contest.deadline.within(half if far else min(spent, half))
     for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
-        time = _FAMILIES * contest.deadline.left / (len(families) - number)
+        time = until.left / (len(families) - number if far else 1)
         fewer = replace(contest.within(family.name), deadline=contest.deadline.within(time))
         shown = [mesh for mesh in meshes if family.least <= len(mesh) <= family.axes]
         if shown and time > _HURRY * analysis:
@@ -203,7 +210,6 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
     asked, most = options.chunks, most_chunks(options)
     if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
         return outcome  # the bound of plans with what is to be decided holds in chunks already
-
     chunks, shortest = best_chunks(best.priced, contest.deadline, asked)
 
     def search(weights: Weights) -> Searched:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
@@ -27,8 +27,9 @@ from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options, machine_of
 from autotp.plans.plan import Plan
-from costmodel import Topology
+from costmodel import Topology, TopologyError
 from costmodel.overlap import hosted
+from costmodel.text.numbers import figure
 from passes.capture import Captured, Precision, capture
 from passes.layouts.layout import Layout
 from passes.overlap.trace import undrawn
@@ -248,6 +249,8 @@ def plan_captured(
         planning={},
         **fields,
     )
+    for name, value in asdict(plan.predicted).items():
+        figure(value, f"topology {topology.name!r}: {name}, predicted from its figures,", error=TopologyError)
     planning = dict(stats or {}) | {
         "seconds": clock() - started,
         "analysis_seconds": analysis,

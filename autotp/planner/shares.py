@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
 __all__ = ["Multipliers", "Shares", "next_shares"]
+
+_PATIENCE = timedelta(seconds=1)
 
 #: Of each group of figures, their shares.
 Shares = tuple[tuple[float, ...], ...]
@@ -59,7 +62,10 @@ def next_shares(
             terms += [price * (excess / much) for price, excess in zip(prices, excesses[number], strict=True)]
         rows.append(model.add_linear_constraint(least <= sum(terms)))
     model.maximize(least)
-    found = mathopt.solve(model, mathopt.SolverType.GLOP)
+    # Where prices differ by ten orders, GLOP calls some results imprecise and may not end; HiGHS, a little slower, does.
+    found = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(time_limit=_PATIENCE))
+    if not found.has_primal_feasible_solution():
+        found = mathopt.solve(model, mathopt.SolverType.HIGHS)
     values = ([max(0.0, found.variable_values(share)) for share in group] for group in shares)
     return Multipliers(
         # A solver may be a little off the sum 1.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autotp.errors import AutotpError
 from autotp.validate.runs import Architecture
 
 __all__ = ["LanguageModel"]
@@ -17,10 +18,16 @@ class LanguageModel(nn.Module):
     Args:
         of: its sizes.
         sequence: the number of positions.
+
+    Raises:
+        AutotpError: heads do not divide its width, or groups of them the heads.
     """
 
     def __init__(self, of: Architecture, sequence: int) -> None:
         super().__init__()
+        if of.hidden % of.heads or of.heads % of.kv_heads:
+            sizes = f"hidden {of.hidden}, heads {of.heads} and kv_heads {of.kv_heads}"
+            raise AutotpError(f"the sizes {sizes} do not go together: each has to be a multiple of the next")
         self.llama, self.dropout, self.float_loss = of.kind == "llama", of.dropout, of.float_loss
         self.tokens = nn.Embedding(of.vocabulary, of.hidden)
         if self.llama:

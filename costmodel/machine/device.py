@@ -82,7 +82,8 @@ class Device:
         if figure(self.contention, f"{where}: contention", error=TopologyError) > 1:
             raise TopologyError(f"{where}: contention is {shown(self.contention)}; it must be between 0 and 1")
         if self.idle_power > self.busy_power:
-            raise TopologyError(f"{where}: idle_power {self.idle_power:g} W is more than busy_power {self.busy_power:g} W")
+            idle, busy = float(self.idle_power), float(self.busy_power)
+            raise TopologyError(f"{where}: idle_power {idle:g} W is more than busy_power {busy:g} W")
         for kind, factor in self.slowdown.items():
             if kind not in KINDS:
                 raise TopologyError(f"{where}: slowdown: unknown kind {shown(kind)}{suggestion(str(kind), KINDS)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -210,3 +212,14 @@ def test_a_link_of_one_level_is_what_it_was():
     link = Link(8, 100.0, 2.0)
     assert (link.ring_latency, link.tree_latency, link.staged_latency, link.exchange_latency) == (14.0, 6.0, 14.0, 14.0)
     assert link.staged_rate == link.exchange_rate == 7 / 8 / 100
+
+
+def test_what_is_no_name_is_refused():
+    topology = Topology.flat(4)
+    for wrong in ([], np.array([2, 2]), ["gloo"]):
+        with pytest.raises(TopologyError, match="library"):
+            replace(topology, library=wrong)
+        with pytest.raises(TopologyError, match="no collective is called"):
+            topology.link((4,), (0,), wrong)
+    with pytest.raises(TopologyError, match="idle_power"):
+        replace(topology.device, idle_power=Fraction(10**9), busy_power=Fraction(1, 2))

@@ -94,6 +94,20 @@ def test_without_recomputation_there_is_nothing_to_compare():
     assert explain_memory(*planned("none")).recomputed == ()
 
 
+def test_empty_tensors_and_no_operators():
+    """Ended in a KeyError of a moment at which nothing is held, and in an IndexError."""
+    use = {}
+    for model in (nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)), nn.Identity()):
+        args = (torch.randn(4, 4),)
+        captured = capture(model, args)
+        plan = autotp.plan(model, autotp.Topology.flat(2), args)
+        use[type(model)] = lambda captured=captured, plan=plan: explain_memory(captured, plan)
+    empty = use[nn.Sequential]()
+    assert empty.peak_bytes > 0 and empty.curve
+    with pytest.raises(autotp.AutotpError, match="no operators"):
+        use[nn.Identity]()
+
+
 def test_inference_has_a_forward_pass_alone():
     use = explain_memory(*planned("none", mode="inference"))
     assert not any(one.backward for one in use.curve)

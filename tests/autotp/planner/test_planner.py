@@ -24,6 +24,7 @@ from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.ilp import evaluate, solve
 from autotp.plans.options import Options
 from benchmarks.canonical import Job, model_of
+from costmodel import TopologyError
 from passes.capture import capture
 from passes.layouts.codes import restorable
 from passes.layouts.layout import blocks_of, is_shard
@@ -348,3 +349,11 @@ def test_what_contradicts_reshard_after_forward_is_an_error():
         Options(reshard_after_forward="no")
     with pytest.raises(autotp.AutotpError, match="panels=2 gathers parameters again"):
         Options(panels=2, reshard_after_forward=False)
+
+
+def test_a_machine_of_no_use_is_refused():
+    """Its plan was written, and then no command read it: a step of 1e107 s is beyond all figures."""
+    machine = autotp.Topology.flat(2)
+    slow = replace(machine, device=replace(machine.device, efficiency=1e-30, half_size=1e30))
+    with pytest.raises(TopologyError, match="predicted from its figures"):
+        autotp.plan(nn.Linear(16, 32), slow, (torch.randn(8, 16),))

@@ -30,8 +30,10 @@ from autotp.planner.contest import Contest
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NEVER, Deadline, cheapest, copies, evaluate
 from autotp.planner.moments import Moments
+from autotp.planner.shares import next_shares
 from autotp.plans.options import Options
 from benchmarks.models import Transformer, chain
+from benchmarks.settings import behind, outcomes
 from passes.capture import capture
 from passes.graph import note_of
 
@@ -294,6 +296,19 @@ def test_what_holds_on_all_meshes_counts_what_has_to_be_recomputed():
             assert short.shared_step(meshes, worth) <= min(steps)
             found.append(shorter.shared_step(meshes, worth))
     assert max(found) > 1.01 * computing, "bytes count"
+
+
+def test_prices_of_many_orders_have_a_solution():
+    """GLOP calls its own imprecise, and gave none: a job with short memory ended in OR-Tools' error."""
+    found = next_shares([[[3.0, 1.0]], [[1.0, 2.0]]], [[5e-4], [-1.0]], [(1e11, 1e12)])
+    assert found.prices == pytest.approx((1e11,)) and found.value == pytest.approx(-1e11)
+
+
+@pytest.mark.slow
+def test_a_family_that_finds_more_gives_its_plan():
+    """`zero3` was 0.1 % faster than `auto`, whose bound was 0.4 % away, and which ended after 3 s of 120."""
+    found = outcomes("GPT 4 × 1024", "8 × dgx-h100", ["short"], ["zero3"])
+    assert behind([one.setting for one in found]) == []
 
 
 @pytest.fixture(scope="module")

@@ -121,6 +121,14 @@ def test_what_cannot_be_planned_is_named(tmp_path, change, why):
     assert len(skipped) == 1 and skipped[0].name == "a" and why in skipped[0].why
 
 
+@pytest.mark.parametrize("change", [{"hidden": 250}, {"architecture": "llama", "kv_heads": 3}])
+def test_sizes_that_do_not_go_together_are_named(tmp_path, change):
+    """The message was torch.export's, of a model that nobody wrote."""
+    (run, _), _ = runs_of(tmp_path, {"heads": 4, **change}, {"id": "b"})
+    with pytest.raises(AutotpError, match="each has to be a multiple of the next"):
+        predicted(run)
+
+
 def test_csv_is_read_as_toml_is(tmp_path):
     columns = [key for key in RUN if key not in ("kind", "micro_batch", "grad_accum")]
     file = tmp_path / "runs.csv"
