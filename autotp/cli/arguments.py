@@ -108,7 +108,7 @@ def output_option(text: str) -> Any:
     return typer.Option(callback=writable, help=text)
 
 
-Html = Annotated[Path | None, output_option("Write a report for the browser, one file, to FILE.html.")]
+Html = Annotated[Path | None, output_option("Write a report for the browser, one file, to FILE.")]
 Timeline = Annotated[
     bool | None, typer.Option(help="Whether the report shows the schedule; left out, unless the model is very large.")
 ]

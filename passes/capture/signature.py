@@ -277,7 +277,7 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
         if type(own) is type(error) and _essence(own)[:40] == essence[:40] and not unknown:
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             given = ", ".join(f"{str(x.dtype)[6:]}{[*x.shape]} on {x.device}" for x in tensors)
-            tried = f"So does a plain call, on tensors without values: check its inputs, {given}. {tried}"
+            tried = f"So does a plain call, on tensors without values: check its inputs, {given}."
     return CaptureError(f"torch.export failed on {name}: {type(error).__name__}: {essence}\n{tried}")
 
 
