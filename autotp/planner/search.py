@@ -35,7 +35,7 @@ from passes.layouts.layout import Layout
 from passes.overlap.trace import undrawn
 from passes.rules.factors import analyse
 from passes.sharding.chunk import Chunked
-from passes.sharding.uneven import uneven
+from passes.sharding.uneven import lone
 
 __all__ = ["AXIS_NAMES", "plan", "plan_captured", "plan_model", "prepare"]
 
@@ -290,10 +290,8 @@ def _answerable(captured: Captured, options: Options) -> Options:
 def _warn_of_lone_parts(prices: Priced) -> None:
     """Operators do other things to a dim of one element than to a longer one, and graphs that differ are not scheduled."""
     captured = prices.model.captured
-    parts = uneven(captured.graph_module.graph, sharding_of(prices))
-    lone = {name: None for name, first, last in parts if any(b <= 1 < a for a, b in zip(first, last, strict=True))}
-    names = [captured.parameters.get(name, name) for name in lone]
-    if lone:
+    names = [captured.parameters.get(name, name) for name in lone(captured.graph_module.graph, sharding_of(prices))]
+    if names:
         _log.warning(
             "planned with overlap, but it may run without: devices have parts of one element, and of more, of %s, and "
             "graphs that differ for that run as they are; with sizes that divide by the mesh, all parts are equal",

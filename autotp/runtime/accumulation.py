@@ -35,10 +35,12 @@ class Accumulation:
         sharded: the graph of a step.
         parameters: placeholder -> the parameter's name.
         world: that the graph runs in.
+        regathers: whether autograd gathers again what the backward pass reads of parameters. It does so for every tensor
+            that it saves, which therefore have to be the same on all devices.
     """
 
-    def __init__(self, sharded: fx.GraphModule, parameters: Mapping[str, str], world: World) -> None:
-        self.sharded, self.parameters, self.world = sharded, parameters, world
+    def __init__(self, sharded: fx.GraphModule, parameters: Mapping[str, str], world: World, *, regathers: bool) -> None:
+        self.sharded, self.parameters, self.world, self.regathers = sharded, parameters, world, regathers
         sharded.world = world
         self.used = False
         self._sinks: dict[str, list[Tensor]] = {}
@@ -66,7 +68,7 @@ class Accumulation:
 
     def anew(self) -> Accumulation:
         """For another module of the same graph, whose gradients are its own."""
-        return Accumulation(self.sharded, self.parameters, self.world)
+        return Accumulation(self.sharded, self.parameters, self.world, regathers=self.regathers)
 
     def drop(self) -> None:
         """Forgets the gradients that are not reduced yet."""
@@ -99,7 +101,7 @@ class Accumulation:
             graph, given = self.deferred.inner, self.values(values, parameters)
         if any(isinstance(value, Parts) for value in given.values()):
             return execute(graph, self.world, given)
-        with Regather(self.world) if torch.is_grad_enabled() else nullcontext():
+        with Regather(self.world) if self.regathers and torch.is_grad_enabled() else nullcontext():
             run = Interpreter(graph, named).run if is_profiling() else graph
             found: Sequence[Any] = run(*_in_order(graph, given))
         return found

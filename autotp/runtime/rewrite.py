@@ -25,7 +25,7 @@ from passes.rules.table import name_of
 from passes.sharding.chunk import in_chunks
 from passes.sharding.panel import Loop, loops, panel
 from passes.sharding.shard import Sharding, shard
-from passes.sharding.uneven import uneven
+from passes.sharding.uneven import lone, uneven
 from passes.sharding.unroll import unroll
 from passes.strategies.space import strategies
 from passes.strategies.strategy import LINEAR_PREFIX, Strategy, whole_layout
@@ -63,6 +63,11 @@ class Rewritten:
     def even(self) -> bool:
         """Whether every tensor's parts have one shape on all devices, so that all of them have one graph."""
         return next(uneven(self.captured.graph_module.graph, self.sharding), None) is None
+
+    @property
+    def alike(self) -> bool:
+        """Whether autograd saves the same tensors on all devices."""
+        return not lone(self.captured.graph_module.graph, self.sharding)
 
     @property
     def whole(self) -> Layout:

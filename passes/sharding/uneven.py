@@ -10,7 +10,7 @@ from passes.layouts.layout import Layout, local_shape
 from passes.rules.shapes import operands_of, results_of
 from passes.sharding.shard import Sharding
 
-__all__ = ["uneven"]
+__all__ = ["lone", "uneven"]
 
 Shape = tuple[int, ...]
 
@@ -41,3 +41,12 @@ def uneven(graph: fx.Graph, sharding: Sharding) -> Iterator[tuple[str, Shape, Sh
         for first, end in found:
             if first != end:
                 yield node.name, first, end
+
+
+def lone(graph: fx.Graph, sharding: Sharding) -> list[str]:
+    """Of ``uneven``, what has a dim with more than one element on the first device, and one or none on the last.
+
+    There, a transposed tensor is contiguous: operators copy less, and autograd saves other tensors.
+    """
+    parts = uneven(graph, sharding)
+    return list(dict.fromkeys(name for name, *ends in parts if any(b <= 1 < a for a, b in zip(*ends, strict=True))))

@@ -372,6 +372,31 @@ def collectives():
             assert torch.equal(found, expected), where
 
 
+def lone_parts():
+    """Where one rank has one element of a dim and another more, autograd saves other tensors: none is gathered again."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(8, 3, 7, dtype=torch.float64))
+
+        def forward(self, x):
+            return torch._weight_norm(self.weight, x[2:3, :, :1].expand(1, 3, 1), 1)
+
+    torch.manual_seed(0)
+    model, args = Scaled(), (torch.rand(5, 1, 2, dtype=torch.float64, requires_grad=True),)
+    topology = autotp.Topology.flat(2, bandwidth="1000000 GB/s", latency="0.000001 us")
+    plan = autotp.plan(model, topology, args, schedule="none", reshard_after_forward=True)
+    assert plan.operators[-1].assignment == ("d1",) and plan.parameters["weight"] == "S(0)@x"
+    found = []
+    for each in (model, autotp.parallelize(copy.deepcopy(model), topology, args, plan=plan)):
+        args[0].grad = None
+        each(*args).pow(3).sum().backward()
+        weight = each.weight.grad
+        found.append([args[0].grad, weight.full_tensor() if each is not model else weight])
+    assert all(map(torch.allclose, *found))
+
+
 def stored(state, wholes):
     """Is read into other layouts and by a process alone, and broadcast from rank 0, as it was."""
     folder, elsewhere = [tempfile.mkdtemp()], {}
