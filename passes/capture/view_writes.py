@@ -24,6 +24,7 @@ __all__ = [
     "SPLITS",
     "as_computed",
     "by_strides",
+    "computed",
     "draws_as_laid",
     "laid_as_inputs",
     "lay_as_computed",
@@ -182,6 +183,20 @@ def as_computed(target: Any, args: Sequence[Any], value: Any) -> Any:
     return value if last and target is aten.batch_norm.default else value.contiguous()
 
 
+def computed(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What an operator makes of fake values, with the strides of its kernel's result.
+
+    A view that these strides do not allow is a reshape again, which ``torch.export`` decomposed inside of a function that
+    is transformed, by strides that it took the kernel's for.
+    """
+    if node.target is aten.view.default:
+        try:
+            return build.run(node.target, args, kwargs)
+        except (RuntimeError, ValueError):
+            node.target = aten.reshape.default
+    return as_computed(node.target, args, build.run(node.target, args, kwargs))
+
+
 def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Gives fake values the strides that kernels' results will have, where ``torch.export`` takes them for others."""
     build, changed = Builder(mode), set[fx.Node]()
@@ -192,7 +207,8 @@ def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
         if node.op != "call_function" or not (otherwise or changed.intersection(node.all_input_nodes)):
             continue
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        value = _like_operands(build, target, args, as_computed(target, args, build.run(node.target, args, kwargs)))
+        value = as_computed(target, args, computed(build, node, args, kwargs))
+        value = _like_operands(build, target, args, value)
         if _strides(value) != _strides(node.meta["val"]):
             node.meta["val"] = value
             changed.add(node)

@@ -31,7 +31,7 @@ from passes.capture.functional import (
     renewed,
     writes,
 )
-from passes.capture.view_writes import RESHAPES, as_computed, by_strides, put_back, refuse_unsure, with_views
+from passes.capture.view_writes import RESHAPES, by_strides, computed, put_back, refuse_unsure, with_views
 from passes.graph import annotate, arguments_of, differentiable, note_of, where
 from passes.torch_internals import FakeTensorMode, OpOverload, schema, storage_id, tree_leaves
 
@@ -155,7 +155,7 @@ class _Functionaliser:
 
     def call(self, node: fx.Node) -> None:
         shadow_args, shadow_kwargs = map_arg((node.args, node.kwargs), self.shadows.__getitem__)
-        self.shadows[node] = as_computed(node.target, shadow_args, self.build.run(node.target, shadow_args, shadow_kwargs))
+        self.shadows[node] = computed(self.build, node, shadow_args, shadow_kwargs)
         args, kwargs = map_arg((node.args, node.kwargs), self.current)
         if isinstance(node.target, OpOverload):
             if node.target is aten.batch_norm.default:

@@ -1,5 +1,6 @@
 """Unusual models: whatever torch.export takes is planned; what cannot be sharded is replicated, with the same numbers."""
 
+import copy
 import math
 
 import pytest
@@ -416,6 +417,28 @@ def test_the_numbers_are_the_plain_models(name, strategy, mesh):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=lambda m, n=n: f"{n}: {m}")
     for want, got in zip(plain.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_a_reshape_by_other_strides_than_kernels_have():
+    """Inside of `vmap`, torch.export made it a view, of the strides that it took the norm's result for."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(2)
+
+        def forward(self, x):
+            return torch.vmap(lambda row: row.reshape(1, 1, -1).sin())(self.norm(x.transpose(0, 2)).transpose(0, 2))
+
+    model, args = Normed().double(), (torch.randn(2, 2, 2, 1, dtype=torch.float64, requires_grad=True),)
+    other, found = copy.deepcopy(model), []
+    plan = autotp.plan(model, autotp.Topology.flat(2), args)
+    for each in (model, autotp.simulate(other, plan, args)):
+        args[0].grad = None
+        result = each(*args)
+        result.pow(3).sum().backward()
+        found.append([result, args[0].grad])
+    assert all(map(torch.allclose, *found))
 
 
 def test_what_has_no_rule_is_reported():
