@@ -65,7 +65,7 @@ class Rewritten:
         return next(uneven(self.captured.graph_module.graph, self.sharding), None) is None
 
     @property
-    def alike(self) -> bool:
+    def saves_same(self) -> bool:
         """Whether autograd saves the same tensors on all devices."""
         return not lone(self.captured.graph_module.graph, self.sharding)
 

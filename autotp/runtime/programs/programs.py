@@ -344,7 +344,7 @@ class Programs:
             plan,
             rewritten,
             schedules,
-            Accumulation(sharded, captured.parameters, self.world, regathers=rewritten.alike),
+            Accumulation(sharded, captured.parameters, self.world, regathers=rewritten.saves_same),
             Relations.of(captured, sharded.graph, rewritten.sharding.rows, apart),
             {name: constant.to(self.device) for name, constant in captured.constants.items()},
         )
