@@ -14,7 +14,15 @@ from typing import Any
 
 from ..errors import AutotpError, shown
 
-__all__ = ["check_writable", "move_atomically", "read_text", "regular_target", "require_path", "write_atomically"]
+__all__ = [
+    "check_writable",
+    "move_atomically",
+    "read_text",
+    "regular_target",
+    "require_path",
+    "spelled",
+    "write_atomically",
+]
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
@@ -67,6 +75,11 @@ def _kind(mode: int) -> str:
         stat.S_IFSOCK: "a socket",
     }
     return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def spelled(path: Any) -> str:
+    """A path for a message, or what was given instead of one."""
+    return str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
 
 
 def require_path(path: Any, what: str) -> None:

@@ -16,8 +16,8 @@ from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import Place, opened, stored_in
 from autotp.runtime.checkpoint.match import match
 from autotp.runtime.checkpoint.parts import parts_of, resting
-from costmodel.errors import require, shown
-from costmodel.text.files import require_path
+from costmodel.errors import require
+from costmodel.text.files import require_path, spelled
 
 __all__ = ["load_pretrained"]
 
@@ -44,7 +44,7 @@ def load_pretrained(
     Raises:
         AutotpError: on every rank, when a file is missing or damaged, or when names, shapes or dtypes do not fit.
     """
-    with everywhere(f"cannot load {directory if isinstance(directory, (str, os.PathLike)) else shown(directory)!s}"):
+    with everywhere(f"cannot load {spelled(directory)}"):
         require_path(directory, "a directory")
         require(strict, bool, "strict", "True or False")
         state = entries_of(parallel)

@@ -23,8 +23,7 @@ from autotp.runtime.agreement import JobAgreement, everywhere, told
 from autotp.runtime.checkpoint.entries import Entry, entries_of
 from autotp.runtime.checkpoint.files import INDEX, WHOLE, safetensors_library
 from costmodel import parse_quantity
-from costmodel.errors import shown
-from costmodel.text.files import move_atomically, regular_target, require_path
+from costmodel.text.files import move_atomically, regular_target, require_path, spelled
 from costmodel.text.numbers import figure
 
 __all__ = ["save_pretrained", "staged"]
@@ -64,7 +63,7 @@ def save_pretrained(
     Raises:
         AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
     """
-    wrong = f"cannot save to {directory if isinstance(directory, (str, os.PathLike)) else shown(directory)!s}"
+    wrong = f"cannot save to {spelled(directory)}"
     with everywhere(wrong):
         require_path(directory, "a directory")
         state, first = entries_of(parallel), dist.get_rank() == 0
