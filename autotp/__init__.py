@@ -1,8 +1,8 @@
-"""autotp: an unmodified PyTorch model and a description of the cluster become a distributed ``torch.fx.GraphModule``.
+"""autotp turns an unmodified PyTorch model and a description of a cluster into a distributed ``torch.fx.GraphModule``.
 
-A `planner` chooses a plan (`plans`) by what it `costs`, the `runtime` applies it to the model, `analysis` explains and
-checks it, `calibrate` measures the machine, `integrations` serve other frameworks, and `validate` compares predictions with
-measured runs. `cli` is the command line; `errors` and `logs` serve them all.
+The `planner` chooses a plan (`plans`) by its predicted cost (`costs`), the `runtime` applies it to the model, `analysis`
+explains and checks it, `calibrate` measures the machine, `integrations` support other frameworks, and `validate` compares
+predictions with measured runs. `cli` is the command line; all of them use `errors` and `logs`.
 """
 
 from autotp.analysis.verify import Verification, verify

@@ -1,4 +1,4 @@
-"""Errors that a user can do something about."""
+"""Errors that a user can act on."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = [
 
 
 def gigabytes(size: float) -> str:
-    """Bytes as messages have them, in GB."""
+    """A number of bytes as text in GB, for messages."""
     return f"{size / 1e9:.3g} GB"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change to a job that does not fit, tried by the planner.
+    """A change to a job that does not fit in memory, and whether the job fits with it.
 
     Attributes:
-        name: what would be different, such as ``16 devices`` or ``recompute='auto'``.
-        fits: whether the job would fit then; None if that was not tried.
-        needed: bytes of each device that a plan then takes, if it fits; else that no plan takes less than.
+        name: the change, such as ``16 devices`` or ``recompute='auto'``.
+        fits: whether the job fits with the change; None if that was not tried.
+        needed: bytes per device: if the job fits, those of a plan that does; otherwise, a lower bound for all plans.
         reason: why it was not tried.
     """
 
@@ -49,13 +49,13 @@ class Change:
 
 
 class MemoryBoundError(AutotpError):
-    """No plan fits the memory of a device.
+    """No plan fits in the memory of a device.
 
     Attributes:
         needed: bytes that the smallest plan found needs on each device.
-        available: bytes that a device has.
-        consists: what that plan holds at its worst moment, in bytes by kind, most first; sums to ``needed``.
-        changes: single changes of the job, and whether it would fit with each.
+        available: bytes that a plan may use on each device.
+        consists: kind of tensor -> its bytes at the peak of that plan's memory, largest first; they sum to ``needed``.
+        changes: single changes to the job, and whether it fits with each.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class MemoryBoundError(AutotpError):
 
 
 class BatchError(AutotpError):
-    """A strategy splits the batch, and the batch of the example inputs does not divide so."""
+    """The batch of the example inputs cannot be split into as many equal parts as the strategy requires."""
 
 
 class ConstraintError(AutotpError):
-    """No plan keeps the constraints.
+    """No plan satisfies the constraints.
 
     Attributes:
-        conflict: the texts of a minimal subset that cannot hold.
+        conflict: the texts of a minimal infeasible subset of the constraints.
     """
 
     def __init__(self, message: str, conflict: tuple[str, ...]) -> None:
@@ -94,8 +94,8 @@ class ConstraintError(AutotpError):
 
 
 class TimeLimitError(AutotpError):
-    """The time limit passed before any plan was found."""
+    """The time limit expired before any plan was found."""
 
 
 class PlanMismatchError(AutotpError):
-    """A plan does not belong to the model, the inputs or the processes that it was given."""
+    """A plan does not match the model, the inputs or the processes that it is used with."""

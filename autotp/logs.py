@@ -1,10 +1,10 @@
-"""Logging: Python's own, under ``autotp.*``, switched on by the environment variable ``AUTOTP_LOGS``.
+"""Logging by Python's ``logging``, under ``autotp.*``, configured by the environment variable ``AUTOTP_LOGS``.
 
-``AUTOTP_LOGS=plan,+passes`` works like ``TORCH_LOGS``: a name alone logs what is worth knowing, with ``+`` everything, with
-``-`` errors only. Names: ``plan`` (what was planned; with ``+``, every mesh and its bound), ``passes`` (with ``+``, every
-graph between two passes, as code), ``schedule`` (what was overlapped; what could not be, and why) and ``compile`` (what was
-compiled, as it goes). What ``autotp.watch`` says of ranks that wait is a warning, which is seen anyhow. Programs that set
-up logs themselves use the loggers of these names, and leave the variable out.
+``AUTOTP_LOGS=plan,+passes`` works like ``TORCH_LOGS``: a name alone sets the level INFO, with ``+`` DEBUG, with ``-``
+ERROR. Names: ``plan`` (the plan; with ``+``, every mesh and its bound), ``passes`` (with ``+``, the code of the graph
+between any two passes), ``schedule`` (what is overlapped; what cannot be, and why) and ``compile`` (what is compiled).
+Messages of ``autotp.watch`` about waiting ranks are warnings, which are shown in any case. Programs that configure logging
+themselves use the loggers of these names, and leave the variable unset.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _log = logging.getLogger("autotp")
 
 
 def switch_on(text: str | None = None) -> None:
-    """Sets the levels of autotp's loggers, and lets them write to stderr.
+    """Sets the levels of autotp's loggers and has them write to stderr; does nothing if ``text`` names none.
 
     Args:
-        text: as the variable; None: what the variable says.
+        text: a value of ``AUTOTP_LOGS``; None: that of the environment.
     """
     words = (os.environ.get("AUTOTP_LOGS", "") if text is None else text).split(",")
     wanted = [word.strip() for word in words if word.strip()]

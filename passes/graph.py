@@ -1,4 +1,4 @@
-"""What every pass uses of ``torch.fx``: new nodes with fake values, what depends on what, and graphs as logs."""
+"""Helpers for ``torch.fx`` graphs that all passes use: nodes with fake values, notes, dependencies, debug logs."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ __all__ = [
 ]
 
 
-#: Held by the thread that traces a model or a graph: torch replaces functions of the whole process meanwhile.
+#: Lock of the thread that traces a model or a graph: while it traces, torch replaces functions for the whole process.
 TRACING = threading.RLock()
 
 _KEY = "note"
-#: What ends gradients.
+#: Operators through which no gradient flows.
 _DETACHED = frozenset(getattr(torch.ops.aten, name).default for name in ("detach", "detach_", "detach_copy"))
-#: torch's own key of ``node.meta``, which tracing copies to the nodes that a node becomes: the backward pass runs it again.
+#: torch's own key in ``node.meta`` of nodes that the backward pass recomputes. Tracing copies it to the traced nodes.
 RECOMPUTE = "recompute"
 
 
 class Cast(NamedTuple):
-    """The dtypes of a tensor that is cast on its way: of a parameter under a precision (see `passes.capture.precision`).
+    """The dtypes of a tensor at rest, in use and in gradient reduction (see `passes.capture.precision`).
 
     Attributes:
-        rests: in which it rests, and its gradient is handed on.
-        used: in which it is moved and read; that of its node's fake value.
-        reduced: in which its gradient is summed.
+        rests: the dtype of the tensor at rest, and of the gradient that is returned for it.
+        used: the dtype in which the tensor is communicated and read; that of its node's fake value.
+        reduced: the dtype in which its gradient is reduced.
     """
 
     rests: torch.dtype
@@ -64,26 +64,26 @@ class Cast(NamedTuple):
 
     @property
     def there(self) -> bool:
-        """Whether it is cast before it is moved."""
+        """Whether the tensor is cast before it is communicated."""
         return self.rests != self.used
 
     @property
     def changes(self) -> bool:
-        """Whether it, or its gradient, is cast on the way."""
+        """Whether the tensor or its gradient is cast."""
         return self.there or self.back
 
     @property
     def back(self) -> bool:
-        """Whether its gradient is cast before it is summed."""
+        """Whether the gradient is cast before it is reduced."""
         return self.used != self.reduced
 
 
 class Checkpoint(NamedTuple):
-    """What ``torch.utils.checkpoint`` says of an operator of a model.
+    """How ``torch.utils.checkpoint`` treats an operator of a model.
 
     Attributes:
-        number: of the outermost call of a checkpointed function that runs it, in the order of calls; 0 outside of all.
-        kept: the policy of a selective checkpoint keeps its results.
+        number: the number, in call order, of the outermost checkpointed call that runs the operator; 0 outside all of them.
+        kept: whether the policy of a selective checkpoint saves the operator's results.
     """
 
     number: int = 0
@@ -92,25 +92,27 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What passes leave on a node for later ones, beside torch's own ``node.meta``.
+    """Annotations of a node that passes leave for later passes, in addition to torch's own ``node.meta``.
 
     Attributes:
-        module, source: path of the model's module that made the node, and the line.
-        grad: whether gradients were on where it ran (while capturing).
-        checkpoint: the model's own, if it ran in one.
-        loose: a ``contiguous()`` of it left no node, as it copied nothing; where it lies otherwise, it copies.
-        cast: of a parameter that rests in another dtype than its readers see, or whose gradient is summed in another.
-        operator: the captured operator whose results it has (in sharded graphs, as all that follows but the last line).
-        tensor: the captured tensor that it brings into another layout, or checks.
-        have: the layout in which a reshard is given the tensor; None for what is no reshard.
-        layouts: those of its results.
-        gradient: the layout in which a reshard is given the gradient.
-        chunk: which of the chunks it works on; None before chunks have nodes of their own.
-        values: of the graph's output, the whole fake values.
-        at: of a traced collective, for which operator it runs.
-        held, within: bytes that an input of a backward graph holds; the name of the input in whose memory it lies, if any.
-        collective, traced: the collective of which a node is the launch; the node of the traced graph that a scheduled one
-            stands for.
+        module, source: path of the model's module that made the node, and the source line.
+        grad: whether gradients were enabled where the node ran (while capturing).
+        checkpoint: the model's own checkpoint that the node ran in, if any.
+        loose: whether a ``contiguous()`` of it left no node because it copied nothing; with other strides, it copies.
+        cast: for a parameter at rest in another dtype than its consumers read, or with a gradient reduced in another dtype.
+        operator: the captured operator whose results the node has. This and all fields below, except those of the last
+            line, describe nodes of sharded graphs.
+        tensor: the captured tensor that the node reshards or checks.
+        have: the layout of a reshard's operand; None if the node is not a reshard.
+        layouts: the layouts of the node's results.
+        gradient: the layout of the gradient that a reshard receives.
+        chunk: the chunk that the node works on; None before each chunk has nodes of its own.
+        values: for the graph's output: the fake values of the unsharded outputs.
+        at: for a traced collective: the operator for which it runs.
+        held, within: for an input of a backward graph: the bytes that it holds, and the name of the input whose memory it
+            shares, if any.
+        collective, traced: the collective that the node launches; the node of the traced graph that the node of a scheduled
+            graph stands for.
     """
 
     module: str = ""
@@ -139,7 +141,7 @@ class Note:
 
 
 def note_of(node: fx.Node) -> Note:
-    """What passes have left on a node; an empty note where that is nothing."""
+    """The note of a node; an empty note if passes have left none."""
     return node.meta.get(_KEY, _EMPTY)
 
 
@@ -149,7 +151,7 @@ def graphs_of(module: fx.GraphModule) -> list[fx.Graph]:
 
 
 def annotate(node: fx.Node, **changes: Any) -> None:
-    """Leaves something on a node; the rest of its note stays."""
+    """Changes fields of a node's note; the other fields stay as they are."""
     node.meta[_KEY] = replace(note_of(node), **changes)
 
 
@@ -157,7 +159,7 @@ _EMPTY = Note()
 
 
 def cast_of(node: fx.Node) -> Cast:
-    """The dtypes in which a captured tensor rests, moves and has its gradient summed: one, but under a precision."""
+    """The `Cast` of a captured tensor; if no precision applies to it, all three dtypes are that of its fake value."""
     return note_of(node).cast or _one(node.meta["val"].dtype)
 
 
@@ -167,7 +169,7 @@ def _one(dtype: torch.dtype) -> Cast:
 
 
 def emit(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A node that calls an operator, where the graph's insertion point is; its ``val`` is found from its operands'.
+    """Inserts a call of an operator at the graph's insertion point, and computes its ``val`` from those of its operands.
 
     Raises:
         ValueError: no operand has a fake tensor.
@@ -187,7 +189,7 @@ def _mode_of(values: Any) -> Any:
 
 
 def are_wrapped(values: Iterable[Any]) -> bool:
-    """Whether a transform of torch, such as ``vmap``, has wrapped a tensor among some values, which then has no memory."""
+    """Whether any value is a tensor that a torch transform such as ``vmap`` has wrapped; such a tensor has no storage."""
     try:
         for value in values:
             if isinstance(value, Tensor) and value.layout is torch.strided:
@@ -198,11 +200,11 @@ def are_wrapped(values: Iterable[Any]) -> bool:
 
 
 def above(leaves: Iterable[Any], without: Set[Any] = frozenset()) -> set[fx.Node]:
-    """The leaves that are nodes, and the nodes that they depend on.
+    """The leaves that are nodes, and all nodes that they depend on.
 
     Args:
-        leaves: of a graph.
-        without: targets of nodes that are left out, with what only they depend on.
+        leaves: nodes of one graph, and other values.
+        without: targets of nodes that are left out, along with the nodes that only they depend on.
     """
     found: set[fx.Node] = set()
     pending = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
@@ -215,10 +217,10 @@ def above(leaves: Iterable[Any], without: Set[Any] = frozenset()) -> set[fx.Node
 
 
 def made_of(leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
-    """Number of an output -> the numbers of other outputs that are made of it, and hand gradients on to it.
+    """Number of an output -> the numbers of the other outputs that are computed from it and pass gradients to it.
 
     Args:
-        leaves: outputs of a graph. Nothing is computed from itself.
+        leaves: outputs of a graph. An output does not count as computed from itself.
     """
     nodes = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
     reached = {i: above([leaf], _DETACHED) for i, leaf in nodes}
@@ -227,7 +229,7 @@ def made_of(leaves: Sequence[Any]) -> dict[int, frozenset[int]]:
 
 
 def below(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """The sources and, of the nodes, which are in the graph's order, those that depend on one; not the graph's output."""
+    """The sources, and the nodes (in topological order) that depend on any of them, except the graph's output."""
     found = set(sources)
     for node in nodes:
         if node.op != "output" and any(n in found for n in node.all_input_nodes):
@@ -241,12 +243,12 @@ def differentiable(value: Any) -> bool:
 
 
 def stays(leaf: Any) -> bool:
-    """Whether an output of a captured graph may stay sharded: it is then a view, an operator with a strategy of its own."""
+    """Whether an output of a captured graph may stay sharded: such an output is an ``aten.alias`` with its own strategy."""
     return isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.alias.default
 
 
 def where(node: fx.Node) -> str:
-    """A node's place for messages: its name, its module and the line of the model that made it."""
+    """A node's location for messages: its name, its module and the line of the model that made it."""
     place = f"node '{node.name}'"
     note = note_of(node)
     if note.module:
@@ -257,7 +259,7 @@ def where(node: fx.Node) -> str:
 
 
 def place_of(node: fx.Node) -> str:
-    """A node's name and its module, in a few words: what the collectives that are written for it run for."""
+    """A node's name and module: the label (``Note.at``) of the collectives that run for it."""
     module = note_of(node).module
     return f"{node.name} in {module}" if module else node.name
 
@@ -279,6 +281,6 @@ _log = logging.getLogger("autotp.passes")
 
 
 def dump(stage: str, graph: fx.Graph) -> None:
-    """Logs a graph as Python code, with what was done last; costs nothing while nobody listens."""
+    """Logs a graph as Python code, after the pass that ``stage`` names; does nothing unless DEBUG logging is enabled."""
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s: %d nodes\n%s", stage, len(graph.nodes), graph.python_code("self").src)

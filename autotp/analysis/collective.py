@@ -1,4 +1,4 @@
-"""What a collective costs by every algorithm, in symbols and numbers."""
+"""The seconds of a collective by every algorithm, as formulas and as numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["explain_collective"]
 def explain_collective(
     kind: str, topology: Topology, mesh: tuple[int, ...], axes: tuple[int, ...], volume: float
 ) -> dict[str, Any]:
-    """What a collective costs among the devices along some mesh axes.
+    """The seconds of a collective among the devices along some mesh axes, by every algorithm.
 
     Args:
         kind: one of ``costmodel.COLLECTIVES``.
@@ -27,12 +27,12 @@ def explain_collective(
         volume: bytes of the whole tensor, as ``costmodel.collectives`` counts them.
 
     Returns:
-        The link's levels, the symbols' values (bytes, seconds, bytes/s), each algorithm's formula and seconds, and whether
-        the topology's library has it; the least of those that it has is what planning uses. An all_reduce over several axes
-        also goes in stages, where its schedule hides communication and that is faster by some per cent.
+        The levels of the link, the values of the symbols (bytes, seconds, bytes/s), and for each algorithm its formula, its
+        seconds, and whether the topology's library has it. The planner uses the fastest algorithm that the library has. An
+        all_reduce over several axes runs in stages if the schedule hides communication and stages are some per cent faster.
 
     Raises:
-        AutotpError: no collective has this name.
+        AutotpError: no collective is called ``kind``.
         TopologyError: the mesh does not fit the machine.
     """
     if kind not in COLLECTIVES:
@@ -66,6 +66,6 @@ def explain_collective(
 
 
 def _stages(axes: tuple[int, ...]) -> str:
-    """An all_reduce over several axes as it is scheduled where that is faster; see `passes.overlap.stage`."""
+    """The stages in which an all_reduce over several axes is scheduled if that is faster; see `passes.overlap.stage`."""
     *outer, inner = (AXIS_NAMES[axis] for axis in axes)
     return f"reduce_scatter@{inner} + all_reduce@{','.join(outer)} + all_gather@{inner}"

@@ -1,4 +1,4 @@
-"""How far values are from what they should be, and the gradients that reach them."""
+"""Errors of tensors, and hooks that collect their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["difference", "largest", "listen"]
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest magnitude of what is finite; 0 for none, and for integers."""
+    """The largest magnitude of a tensor's finite elements; 0 if there are none, and for integers."""
     if not differentiable(tensor) or not tensor.numel():
         return 0.0
     found = float(tensor.abs().max())
@@ -23,7 +23,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def difference(given: Tensor, expected: Tensor, scale: float) -> float:
-    """The largest difference over the scale; what is not finite must be the same."""
+    """The largest absolute difference, divided by ``scale`` unless that is 0; infinite if non-finite elements differ."""
     apart = float((given - expected).abs().max())
     if math.isfinite(apart):
         return apart / scale if scale else apart
@@ -39,7 +39,12 @@ def difference(given: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def listen(values: Mapping[Any, Sequence[Tensor]]) -> dict[Any, list[Tensor | None]]:
-    """Lists that will hold the values' gradients when a backward pass has run."""
+    """Registers hooks that collect gradients.
+
+    Returns:
+        For each value that requires gradients, a list that a backward pass fills: the gradient of each of its tensors, or
+        None if a tensor has none.
+    """
     found: dict[Any, list[Tensor | None]] = {}
     for key, tensors in values.items():
         if not isinstance(tensors[0], Tensor) or not tensors[0].requires_grad:

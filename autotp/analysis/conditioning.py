@@ -1,8 +1,9 @@
-"""How far rounding alone moves what a model computes, measured by moving its weights and inputs by one unit in the last
-place.
+"""How much rounding alone changes the results of a model: measured by changing its parameters and inputs by one unit in
+the last place.
 
-Another order of summation is as correct as the model's own, and gives what the model gives for weights that differ in their
-last places. Where such a move changes a result by more than a tolerance, comparing with that tolerance says nothing.
+Another order of summation is as correct as the model's own, and gives the results of the model for parameters that differ
+in their last places. If such a change alters a result by more than a tolerance, a comparison with that tolerance is
+meaningless.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ def moved(
     seed: int = 0,
     least: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """How far each result moves when the state is moved by one unit in the last place, up or down at random.
+    """The relative change of each result when the state is changed by one unit in the last place, up or down at random.
 
     Args:
-        run: gives named results (values, gradients) of a state; it must give the same ones for the same state, and leave
-            the state as it is.
-        state: weights and inputs by name. What is not floating point is not moved.
-        seed: of the moves.
-        least: name of the result -> magnitude that it counts as no smaller than.
+        run: computes named results (values, gradients) from a state. It must be deterministic, and must not modify the
+            state.
+        state: parameters and inputs by name. Only floating-point and complex tensors are changed.
+        seed: of the random directions.
+        least: name of the result -> a lower bound on the magnitude that its change is relative to.
 
     Returns:
-        Name of the result -> the largest change in any draw, over the result's largest magnitude. An integer result that
-        changes at all has moved by 1.
+        Name of the result -> the largest change in any of several draws, over the result's largest magnitude; 1 for an
+        integer result that changes at all.
     """
     least = least or {}
-    # A copy: a result may be part of the state, or be written to in the next run.
+    # Copies: a result may alias the state, or be written to in the next run.
     before = {name: value.detach().clone() for name, value in run(state).items()}
     generator = torch.Generator().manual_seed(seed)
     found = dict.fromkeys(before, 0.0)
@@ -54,15 +55,15 @@ def moved(
 
 
 def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A copy in which every element is moved by one unit in its last place, up or down at random.
+    """A copy of a tensor, with every element changed by one unit in its last place, up or down at random.
 
-    Zeros, which have no last place, and what is not finite stay; so do tensors of other numbers than floating-point ones.
+    Zeros, which have no last place, and non-finite elements are kept, and so are integers.
     """
     source = tensor.detach()
     if source.is_complex():
         made = torch.view_as_complex(nudged(torch.view_as_real(source.resolve_conj()).contiguous(), generator))
     elif source.is_floating_point():
-        # On the CPU: kernels of accelerators support fewer formats.
+        # On the CPU: kernels of accelerators support fewer dtypes.
         value = source.cpu()
         towards = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype).mul_(2).sub_(1) * math.inf
         other = torch.nextafter(value, towards)
@@ -73,23 +74,24 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def weighed(output: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of an output, of its real part where it is complex: a loss."""
+    """A loss: the weighted sum of an output, or the real part of that sum if it is complex."""
     total = (output * weights).sum()
     return total.real if total.is_complex() else total
 
 
 def apart(given: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """The largest difference over the largest magnitude or ``least``; 1 for integers that are not the same."""
+    """The largest difference over the largest magnitude or ``least``, the larger of both; 1 for integers that differ."""
     if not differentiable(expected):
         return 0.0 if torch.equal(given, expected) else 1.0
     return difference(given, expected, max(largest(expected), least)) if expected.numel() else 0.0
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How many times its move a result may be off by rounding.
+    """The largest error of a result that rounding may cause, as a multiple of its change in ``moved``.
 
-    A move rounds every weight once. Summing in another order rounds every operator's result again, and its partial sums: in
-    the test models in float64 and float32 that is about as much (0.6 times in the median), and at most 11 times, where one
-    sum is over a vocabulary of 50,257. Kernels sum halves in float32, so there the order does less.
+    That change rounds every parameter once. Another order of summation rounds every operator's result again, and its
+    partial sums: in the test models in float64 and float32, its error is about as large (0.6 times in the median), and at
+    most 11 times, where one sum is over a vocabulary of 50,257. Kernels sum 16-bit floats in float32, so that the order
+    matters less.
     """
     return 4.0 if dtype in (torch.float16, torch.bfloat16) else 16.0

@@ -1,4 +1,4 @@
-"""Two plans compared: what is sharded differently, and what that costs."""
+"""Compares two plans: what is sharded differently, and how the costs differ."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FIGURES = ("step_seconds", "compute_seconds", "communication_seconds", "exposed
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Operators that are identical except for the number of their layer, and differ between the plans.
+    """Operators that are identical except for the number of their layer, and are decided differently in two plans.
 
     Attributes:
-        module: their module, with layer numbers as ``*``.
-        target: what they call.
-        count: how many they are.
+        module: path of their module, with layer numbers as ``*``.
+        target: the operator that they call.
+        count: the number of operators.
         schemes, layouts: in the first plan and in the second.
-        seconds: of all of them in a step, in either plan.
-        bytes: that each device receives for them in a step, in either plan.
+        seconds: of all of them per step, in each plan.
+        bytes: received by each device for all of them per step, in each plan.
     """
 
     module: str
@@ -39,13 +39,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two plans of one model.
+    """The differences between two plans of one model.
 
     Attributes:
-        settings: name -> in the first plan and in the second: mesh, family, topology and the like, where they differ.
-        predicted: name -> either plan's prediction (seconds, bytes).
-        parameters: name -> resting layouts, where they differ.
-        operators: that differ, those whose cost differs most first.
+        settings: name -> value in each plan, where they differ: mesh, family (``strategy``), topology and others.
+        predicted: name -> each plan's prediction, in seconds or bytes.
+        parameters: name -> resting layout in each plan, where they differ.
+        operators: those that differ, with the largest difference in seconds first.
     """
 
     settings: Mapping[str, tuple[str, str]]
@@ -58,7 +58,7 @@ def difference(first: Plan, second: Plan) -> Difference:
     """Compares two plans of one model.
 
     Raises:
-        AutotpError: they are of different models.
+        AutotpError: the plans are for different models, inputs or precisions.
     """
     require_plan(first)
     require_plan(second)

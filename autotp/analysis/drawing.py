@@ -1,4 +1,4 @@
-"""A plan's graph as a drawing: operators by module, coloured by scheme, with the collectives on their way."""
+"""A plan's graph as a drawing: operators by module, coloured by scheme, with the collectives on the edges."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMATS = ("svg", "pdf", "png")
 
 
 def colour_of(scheme: str) -> str:
-    """A light colour, always the same for one scheme; grey for what is replicated."""
+    """A light colour that depends on the scheme alone; grey for replicated operators."""
     if scheme == "replicated":
         return "#e8e8e8"
     hue = int(hashlib.sha256(scheme.encode()).hexdigest()[:4], 16) / 0xFFFF
@@ -30,7 +30,7 @@ def colour_of(scheme: str) -> str:
 
 
 def drawing(rows: Sequence[Row], model: Model) -> graphviz.Digraph:
-    """Rows and the tensors between them; operators that are decided together are one node."""
+    """The graph of rows and the tensors between them. Operators that are decided together are one node."""
     graph = graphviz.Digraph("plan", graph_attr={"rankdir": "TB", "fontname": "Helvetica"})
     graph.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
     graph.attr("edge", fontname="Helvetica", fontsize="9")
@@ -68,10 +68,15 @@ def _edge(graph: graphviz.Digraph, shown: dict[str, Row], model: Model, reader: 
 
 
 def draw(path: Path, rows: Sequence[Row], model: Model) -> None:
-    """Writes the drawing; the file appears whole or not at all.
+    """Draws the rows to a file, atomically.
+
+    Args:
+        path: of a .dot, .svg, .pdf or .png file.
+        rows: of the plan.
+        model: of the plan.
 
     Raises:
-        AutotpError: the file's ending is unknown, it cannot be written, or graphviz's ``dot`` is not installed.
+        AutotpError: the extension is unknown, the file cannot be written, or graphviz's ``dot`` is not installed.
     """
     kind = path.suffix[1:]
     graph = drawing(rows, model)

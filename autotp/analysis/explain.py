@@ -1,7 +1,7 @@
-"""Why an operator is sharded as it is: what it costs, term by term, and what each alternative would cost.
+"""Why an operator is sharded as it is: the terms of its cost, and the cost of each alternative.
 
-Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others stay, and pay the
-reshards that follow. *Planned*: the alternative is pinned, and everything else is planned anew around it.
+Each alternative has two costs. *In place*: only this operator (and its folded copies) changes, all others keep their
+strategies, and the resulting reshards are counted. *Planned*: the alternative is pinned, and all others are planned anew.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ class Alternative:
     """Another strategy of the operator.
 
     Attributes:
-        scheme: its name, as far as it has one.
-        pin: the constraint that asks for it.
-        layouts: of operands, then results.
-        in_place_seconds: of the whole step, with only this operator changed.
-        terms: of which computing, moving activations, and moving parameters, hidden or not; seconds.
-        planned_seconds: of the whole step, planned anew with it pinned; None: not asked for, or no plan has it.
+        scheme: its name, if it has one.
+        pin: the constraint that selects it.
+        layouts: of the operands, then of the results, as text.
+        in_place_seconds: of the whole step, if only this operator and its copies change.
+        terms: seconds of that step's computation, communication of activations, and communication of parameters, hidden or
+            not.
+        planned_seconds: of the whole step, planned anew with this strategy pinned; None if not requested, or if there is no
+            such plan.
     """
 
     scheme: str
@@ -65,18 +67,19 @@ class Explanation:
     """One operator of a plan.
 
     Attributes:
-        name, target, module, source: of the captured node; the line in the user's model.
-        copies: how many operators are decided together with it.
+        name, target, module, source: of the captured node; ``source`` is the line in the user's model.
+        copies: the number of operators that are decided together with it, itself included.
         factors: of its iteration space: name -> size.
         scheme, layouts: as in the plan.
-        pin: the constraint that asks for what was chosen.
-        compute_seconds, inner_seconds, reshard_seconds: of this operator in a step; their sum is the plan's ``seconds``.
-        expression, values: of the compute seconds: a sympy expression, and its symbols' numbers.
-        reshards: around it.
-        bound_ratio: bytes moved over the communication lower bound; None where there is no bound.
-        step_seconds, step_terms: of the whole plan, as alternatives' are counted (without chunks).
-        considered: how many strategies it has on this mesh.
-        alternatives: the best of them, cheapest in place first.
+        pin: the constraint that selects the plan's strategy.
+        compute_seconds, inner_seconds, reshard_seconds: of this operator per step: its computation, the collectives inside
+            it, and the reshards that are charged to it. Their sum is the plan's ``seconds``.
+        expression, values: the compute seconds as a sympy expression, and the values of its symbols.
+        reshards: the steps of the reshards that are charged to it.
+        bound_ratio: bytes moved over the communication lower bound; None if there is no bound.
+        step_seconds, step_terms: of the whole plan, counted as for alternatives (without chunks).
+        considered: the number of its strategies on this mesh, within the plan's family.
+        alternatives: the best ones, cheapest in place first.
     """
 
     name: str
@@ -102,17 +105,18 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """What the operator costs in a step."""
+        """The operator's seconds per step."""
         return self.compute_seconds + self.inner_seconds + self.reshard_seconds
 
 
 def priced_plan(captured: Captured, plan: Plan, merged: bool | None = None) -> Priced:
-    """A plan's strategies with their prices, without its chunks.
+    """Prices the strategies of a plan, without its chunks.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        merged: whether gradients travel together; if left out, as its schedule says.
+        merged: whether the communication of parameters and their gradients is merged into large messages; by default, if
+            the plan's schedule overlaps communication.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
@@ -139,9 +143,9 @@ def explain_operator(captured: Captured, plan: Plan, name: str, *, count: int = 
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        name: of the operator, as the plan has it.
-        count: how many alternatives to list.
-        planned: around how many of them to plan anew.
+        name: of the operator in the plan.
+        count: the number of alternatives to list.
+        planned: the number of these for which all other operators are planned anew.
 
     Raises:
         AutotpError: the plan has no such operator; the message lists some that it has.
@@ -200,12 +204,12 @@ class Explainer:
         )
 
     def copies(self, node: fx.Node) -> list[fx.Node]:
-        """The operators that are decided together with one, itself included."""
+        """The operators that are decided together with ``node``, itself included."""
         stand = self.model.stands[node]
         return [other for other in self.model.operators if self.model.stands[other] is stand]
 
     def step(self, sums: Sums) -> float:
-        """Seconds of a step, as the plan's schedule counts them."""
+        """Seconds of a step under the plan's schedule."""
         return sums.seconds(hides=self.plan.schedule == "overlap")
 
     def others(self, node: fx.Node) -> Iterator[Strategy]:
@@ -221,7 +225,7 @@ class Explainer:
                 yield strategy
 
     def alternative(self, node: fx.Node, strategy: Strategy) -> Alternative:
-        """What it costs if only this operator and its copies change."""
+        """The alternative of a strategy, with its cost if only this operator and its copies change."""
         operands = operands_of(node)
         have = [self.priced.layouts[value_of(n)] for n in operands]
         parameters = [n.name in self.captured.parameters for n in operands]
@@ -232,12 +236,12 @@ class Explainer:
         return Alternative(called, self.pin(node.name, strategy), layouts, self.step(sums), _terms(sums))
 
     def pin(self, name: str, strategy: Strategy) -> str:
-        """The constraint that asks for a strategy."""
+        """The constraint that selects a strategy."""
         served = zip(self.plan.mesh_axes, strategy.assignment, strict=True)
         return f"{name}=" + " ".join(f"{factor or '-'}@{axis}" for axis, factor in served)
 
     def planned(self, other: Alternative, node: fx.Node) -> Alternative:
-        """With what the step costs when everything else is planned around it."""
+        """The alternative with the seconds of a step that is planned anew around it; unchanged if there is no such plan."""
         terms = other.pin.partition("=")[2]
         pins = [f"{copy.name}={terms}" for copy in self.copies(node)]
         plan = self.plan

@@ -24,11 +24,11 @@ class GraphRow:
     Attributes:
         name: of the node.
         target: the operator, or the kind of a collective.
-        axes: of a collective, by name; none: it computes.
+        axes: names of a collective's mesh axes; empty for computation.
         shapes: of its results on this device.
         bytes: of its results on this device.
-        begin, seconds: when it is predicted to start, counted from the graph's start, and how long it takes.
-        exposed: seconds for which nothing is computed while its result is waited for; 0 for what computes.
+        begin, seconds: its predicted start, in seconds from the graph's start, and its predicted duration.
+        exposed: seconds during which nothing is computed because its result is waited for; 0 for computation.
     """
 
     name: str
@@ -42,10 +42,10 @@ class GraphRow:
 
 
 def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
-    """A scheduled graph's nodes, in the order in which they run; waiting for a collective is listed with its launch.
+    """The nodes of a scheduled graph in execution order; the wait for a collective is part of the row of its launch.
 
     Args:
-        slots: of the graph, as `autotp.analysis.trace.scheduled` gives them.
+        slots: of the graph, as `autotp.analysis.trace.scheduled` returns them.
         axes: names of the mesh axes.
     """
     waited = _waited(slots)
@@ -73,7 +73,7 @@ def graph_rows(slots: Sequence[Slot], axes: Sequence[str]) -> list[GraphRow]:
 
 
 def _waited(slots: Sequence[Slot]) -> dict[fx.Node, float]:
-    """Launch -> seconds between the end of what was computed before its wait and the beginning of what comes after."""
+    """Launch -> exposed seconds: from the end of the computation before its wait to the end of the wait."""
     found: dict[fx.Node, float] = {}
     free = 0.0
     for slot in slots:
@@ -87,10 +87,16 @@ def _waited(slots: Sequence[Slot]) -> dict[fx.Node, float]:
 
 
 def filtered(rows: Iterable[GraphRow], op: str | None, collectives: bool, top: int | None) -> list[GraphRow]:
-    """Those of a name or kind, those that communicate, so many of the longest.
+    """Selects rows.
+
+    Args:
+        rows: to select from.
+        op: a pattern of the name or kind; None for all.
+        collectives: whether to return only collectives.
+        top: the number of rows to return, the longest first; None for all.
 
     Raises:
-        AutotpError: no operator has this name or kind.
+        AutotpError: no operator matches ``op``.
     """
     found = [row for row in named(op, [*rows]) if row.axes or not collectives]
     return found if top is None else sorted(found, key=lambda row: -row.seconds)[:top]

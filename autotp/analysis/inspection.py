@@ -1,4 +1,4 @@
-"""What a plan does, operator by operator: layouts, collectives and their cost, work, memory; folded as it was planned."""
+"""What a plan does, operator by operator: layouts, collectives and their cost, work, memory; folded as in the planner."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ __all__ = ["Filters", "Reshard", "Row", "inspect_plan", "named", "reshard_steps"
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One collective or local step of a tensor on its way to a layout, or of its gradient on the way back.
+    """One step of a tensor's reshard, or of the opposite reshard of its gradient: a collective or a local operation.
 
     Attributes:
-        tensor: captured node that gives it.
-        change: layouts before and after, for people.
-        gradient: it is the way back.
-        kind, axes: of the collective; axes by name.
+        tensor: name of the captured node that produces the tensor.
+        change: the layouts before and after the whole reshard, as text.
+        gradient: whether it is a step of the gradient's reshard.
+        kind, axes: the kind of the step, and the names of its mesh axes.
         bytes: of the larger of its input and output on one device.
-        seconds: each time.
-        times: how often in a step (a parameter is gathered again for the backward pass).
-        shared: among how many operators its cost is divided.
-        hidden: it moves a parameter or its gradient, and the plan's schedule runs it beside computing.
+        seconds: of one execution.
+        times: executions per step (a parameter may be gathered again for the backward pass).
+        shared: the number of operators among which its cost is divided.
+        hidden: whether it moves a parameter or its gradient, and the plan's schedule overlaps it with computation.
     """
 
     tensor: str
@@ -57,17 +57,17 @@ class Row:
     """Operators of a plan that are decided together.
 
     Attributes:
-        name, target, module, source: of the first of them; ``source`` is the line in the user's model.
-        count: how many they are.
-        scheme: the name of its strategy.
-        operands, results: layouts.
-        reshards: charged to it.
-        compute_seconds, communication_seconds: of each of them, in a step.
-        flop: of each on one device, forward.
-        bytes: of each one's results on one device.
-        replicated: it has no rule, and every device computes it whole.
-        whole: why it is not cut into the plan's chunks, though it works on what comes in chunks; "" where that is not so.
-        seconds: of all of them, in a step.
+        name, target, module, source: of the first operator; ``source`` is the line in the user's model.
+        count: the number of operators.
+        scheme: the name of their strategy.
+        operands, results: layouts, as text.
+        reshards: the steps of the reshards that are charged to the first operator.
+        compute_seconds, communication_seconds: of each operator, per step.
+        flop: FLOP of each operator's forward pass on one device.
+        bytes: of each operator's results on one device.
+        replicated: whether the operator has no rule, so that every device computes it whole.
+        whole: why it is not cut into the plan's chunks although its operands are, or could be; else "".
+        seconds: of all operators together, per step.
     """
 
     name: str
@@ -90,13 +90,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which rows to show.
+    """Selects rows to show.
 
     Attributes:
         op, module: patterns of the operator's name or kind, and of its module's path.
-        collectives: only rows that communicate.
-        unsharded: only rows that every device computes whole.
-        top: only this many, the most expensive first.
+        collectives: whether to show only rows that communicate.
+        unsharded: whether to show only rows that every device computes whole.
+        top: the number of rows to show, the most expensive first; None for all.
     """
 
     op: str | None = None
@@ -106,10 +106,10 @@ class Filters:
     top: int | None = None
 
     def __call__(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that pass, in their order, or the most expensive first with ``top``.
+        """The selected rows in their order or, with ``top``, the most expensive first.
 
         Raises:
-            AutotpError: there is no such operator, or module.
+            AutotpError: no operator, or no module, matches.
         """
         inside = [row for row in rows if self._inside(row)]
         if not inside and self.module is not None:
@@ -126,10 +126,10 @@ class Filters:
 
 
 def named(pattern: str | None, rows: Sequence[Any]) -> list[Any]:
-    """Of rows that have a ``name`` and a ``target``, those whose name or kind it is; all, for None.
+    """The rows whose ``name`` matches a pattern, or whose ``target`` contains a match; all rows for None.
 
     Raises:
-        AutotpError: there is none.
+        AutotpError: no row matches.
     """
     if pattern is None:
         return [*rows]
@@ -142,7 +142,7 @@ def named(pattern: str | None, rows: Sequence[Any]) -> list[Any]:
 
 
 def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
-    """A plan's operators in the order of the graph, those that are decided together once."""
+    """A plan's operators in the order of the graph, with one row for all operators that are decided together."""
     model, prices = priced.model, priced.prices
     entries = {op.name: op for op in plan.operators}
     copies: dict[fx.Node, list[str]] = defaultdict(list)
@@ -178,13 +178,20 @@ def inspect_plan(plan: Plan, priced: Priced) -> list[Row]:
 
 
 def reshards_of(plan: Plan, priced: Priced, node: fx.Node) -> tuple[Reshard, ...]:
-    """The steps of the reshards that an operator is charged for."""
+    """The steps of all reshards that are charged to an operator."""
     charged = priced.costs[node].charged
     return tuple(step for moved, shared in charged for step in reshard_steps(plan, priced, moved, shared))
 
 
 def reshard_steps(plan: Plan, priced: Priced, moved: Moved, shared: int) -> Sequence[Reshard]:
-    """The steps of a tensor's reshard, and of its gradient's."""
+    """The steps of a tensor's reshard and, if it has a gradient, of the gradient's reshard.
+
+    Args:
+        plan: the plan.
+        priced: its prices.
+        moved: the tensor and the layout that is required.
+        shared: the number of operators among which the cost is divided.
+    """
     model, prices, names = priced.model, priced.prices, plan.mesh_axes
     value, number = moved.value
     tensor = results_of(value)[number] if value in model.operators else value.meta["val"]

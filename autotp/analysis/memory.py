@@ -1,4 +1,4 @@
-"""What a device holds at every moment of a step, and what each recomputation saves and costs."""
+"""The memory that a device holds at every moment of a step, and what each recomputation saves and costs."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from passes.rules.table import name_of
 
 __all__ = ["MemoryUse", "Position", "Recomputation", "explain_memory", "memory_use"]
 
-#: Positions of the curve, at most.
+#: The largest number of positions of the curve.
 _POSITIONS = 400
 _AGAIN = "recomputed"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The worst moment of an operator's forward or backward pass, or of several in a row where there are many.
+    """The moment of most memory in an operator's forward or backward pass, or in those of several operators in a row if
+    there are many.
 
     Attributes:
         operator: its name.
-        backward: whether it is its backward pass.
-        bytes: that a device holds.
-        kinds: of these, what is of each kind.
+        backward: whether the moment is in its backward pass.
+        bytes: held by a device.
+        kinds: kind of tensor -> bytes of that kind.
     """
 
     operator: str
@@ -46,17 +47,17 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """An operator that the backward pass runs again, with its views and those that are decided together with it.
+    """An operator that the backward pass runs again, with its views and the operators that are decided together with it.
 
-    All figures compare the plan with the one that keeps the results of these operators, and is the same otherwise.
+    All figures compare the plan with one that keeps the results of these operators and is the same otherwise.
 
     Attributes:
-        name, target, module, source: of the first of them; the line in the user's model.
-        copies: how many they are.
-        saved_bytes: that are not held between the forward and the backward pass.
-        peak_bytes: that are not held at the worst moment.
-        seconds: of computing and communicating more.
-        step_seconds: that a step takes longer, with what overlap hides.
+        name, target, module, source: of the first operator; ``source`` is the line in the user's model.
+        copies: the number of operators, without views.
+        saved_bytes: by how many bytes less is held between the forward and the backward pass.
+        peak_bytes: by how many bytes the peak memory is smaller.
+        seconds: of additional computation and communication.
+        step_seconds: by how many seconds a step is longer, given what the plan's schedule hides.
     """
 
     name: str
@@ -72,15 +73,15 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a device holds in a step.
+    """The memory that a device holds in a step.
 
     Attributes:
-        allowed: bytes.
-        peak_bytes: at the worst moment.
-        worst: the place of that moment in the curve.
-        held: at that moment: (kind, name, bytes), most first; parameters with their optimizer state.
-        curve: the forward pass, then the backward pass.
-        recomputed: what is run again, what saves most first.
+        allowed: the memory bound in bytes.
+        peak_bytes: the peak memory.
+        worst: the index of the peak in ``curve``.
+        held: (kind, name, bytes) of the tensors held at the peak, largest first; parameters include their optimizer state.
+        curve: positions of the forward pass, then of the backward pass.
+        recomputed: recomputations, with most ``saved_bytes`` first.
     """
 
     allowed: float
@@ -92,20 +93,20 @@ class MemoryUse:
 
 
 class _Watched(Footprint):
-    """A step that is watched at some moments, at which so many bytes are known to be held."""
+    """A step that records the held tensors at the ``wanted`` moments, whose bytes are known from a previous run."""
 
     def __init__(self, priced: Priced, wanted: Mapping[Moment, float]) -> None:
         super().__init__(priced)
         self.wanted = dict(wanted)
         self.seen: dict[Moment, list[tuple[str, str, float]]] = {}
-        self.between = 0.0  # what is held when the backward pass begins
+        self.between = 0.0  # bytes held when the backward pass begins
         self.repeated = {node.name for node in self.model.recomputed}
 
     def reach(self, passing: float = 0.0) -> None:
         super().reach(passing)
         if self.now.turn is not Turn.FORWARD:
             self.between = self.between or self.total
-        most = self.held.get(self.now, 0.0)  # nothing, where tensors are empty
+        most = self.held.get(self.now, 0.0)  # absent if all tensors are empty
         if most >= self.wanted.get(self.now, float("inf")) * (1 - 1e-12):
             del self.wanted[self.now]
             self.seen[self.now] = self.holding(most - self.total)
@@ -119,7 +120,7 @@ class _Watched(Footprint):
 
 
 def explain_memory(captured: Captured, plan: Plan) -> MemoryUse:
-    """Walks through a step of a plan.
+    """The memory that a device holds in a step of a plan.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
@@ -127,12 +128,17 @@ def explain_memory(captured: Captured, plan: Plan) -> MemoryUse:
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
+        AutotpError: the graph has no operators.
     """
     return memory_use(priced_plan(captured, plan), plan)
 
 
 def memory_use(priced: Priced, plan: Plan) -> MemoryUse:
-    """`explain_memory` for a plan whose strategies are priced already."""
+    """`explain_memory` for a plan that is already priced.
+
+    Raises:
+        AutotpError: the graph has no operators.
+    """
     first = _Watched(priced, {})
     peak = first.run()
     chosen = _chosen(first.held)
@@ -154,7 +160,9 @@ def memory_use(priced: Priced, plan: Plan) -> MemoryUse:
 
 
 def _chosen(held: Mapping[Moment, float]) -> dict[Moment, float]:
-    """The worst moments of the forward and then of the backward pass of each operator, or of some in a row."""
+    """The moments of most memory -> bytes: of each operator's forward pass, then of the backward passes; of several
+    operators in a row if there are too many.
+    """
     worst: dict[tuple[bool, int], Moment] = {}
     for moment, size in held.items():
         place = moment.turn is not Turn.FORWARD, moment.at
@@ -175,7 +183,7 @@ def _position(node: fx.Node, moment: Moment, held: Sequence[tuple[str, str, floa
 
 
 def _groups(priced: Priced, roots: Mapping[Value, Value]) -> list[list[fx.Node]]:
-    """What is recomputed, by what is decided together; what only views a result goes with that."""
+    """The recomputed operators, grouped by those that are decided together. A view is in the group of what it views."""
     groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     stands, recomputed = priced.model.stands, priced.model.recomputed
     for node in priced.model.operators:

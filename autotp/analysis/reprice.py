@@ -1,4 +1,4 @@
-"""What a plan costs on a machine that it was not made for: its decisions are kept, and everything is priced anew."""
+"""The cost of a plan on a machine that it was not made for: its decisions are kept, and everything is priced anew."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def repriced(captured: Captured, plan: Plan, topology: Topology | str | os.PathL
 
     Args:
         captured: the model that was planned, captured for the same inputs.
-        plan: the plan; its strategies, layouts, panels and chunks stay.
-        topology: the machine, with as many devices, or its name.
+        plan: the plan; its strategies, layouts, panels and chunks are kept.
+        topology: the machine, a preset's name or the path of a TOML file; it must have the plan's number of devices.
 
     Returns:
-        A plan with the same hash, the topology replaced, and the step's and all operators' seconds anew. Bytes moved and
-        memory do not depend on the machine. Nothing was searched, so nothing is proven: ``optimal`` is false, the gap 1,
-        and ``planning["repriced"]`` has the name of the machine that it was made for and its step there, in seconds.
+        A plan with the same hash, the new topology, and new seconds of the step and of all operators. Bytes moved and
+        memory do not depend on the machine. Nothing is searched, so nothing is proven: ``optimal`` is False and the gap 1.
+        ``planning["repriced"]`` has the name of the machine that the plan was made for and its step there, in seconds.
 
     Raises:
         PlanMismatchError: the plan is for another model, other inputs or another number of devices.
@@ -39,7 +39,7 @@ def repriced(captured: Captured, plan: Plan, topology: Topology | str | os.PathL
             f"the plan is for {plan.devices} devices (mesh {plan.mesh_shape}), topology {topology.name!r} has "
             f"{topology.devices}; resize the topology, or make a plan for {topology.devices}"
         )
-    # What the old machine's memory allowed by itself, the new one's allows; a bound that the user gave stays.
+    # A bound that is the old machine's memory becomes the new one's memory; one that the user gave is kept.
     allowed = topology.device.memory if plan.memory_bound == plan.topology.device.memory else plan.memory_bound
     there = replace(plan, topology=topology, memory_bound=allowed, optimal=False, gap=1.0)
     priced = priced_plan(captured, there)

@@ -1,6 +1,6 @@
-"""Sweeps: one model planned for many device counts and topologies, to see where more hardware stops paying.
+"""Sweeps: plans one model for many device counts and topologies, to show where more hardware stops paying off.
 
-The model is captured once (or once per device count, where its batch grows with them) and planned at every point.
+The model is captured once (or once per device count, if its batch grows with the count) and planned at every point.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The best plan for one number of devices of one topology. Where there is none, ``reason`` says why and all
-    figures are None; so are those of the energy and the money of a device whose powers or price are not known.
+    """The best plan for one number of devices of one topology. If there is no plan, ``reason`` says why and the plan's
+    figures are None. Energy and money are also None if the device's powers or price are not known.
 
     Attributes:
-        topology: its name.
-        devices: how many.
-        unit: what is counted: "tokens", or "samples" for a model without integer inputs.
+        topology: the name of the topology.
+        devices: the number of devices.
+        unit: what ``tokens`` counts: "tokens", or "samples" for a model without integer inputs.
         tokens: of one step, on all devices together.
-        reason: why there is no plan; None where there is one.
-        strategy: the strategy whose plan is the fastest of those asked for.
+        reason: why there is no plan; None if there is one.
+        strategy: the requested strategy with the fastest plan.
         mesh: sizes of the mesh axes, outermost first.
-        family: the fastest of the known families (``auto`` is none), where any was planned.
+        family: the fastest of the known families that were planned (``auto`` is not one); None if none was.
         family_seconds: seconds of its step.
         step_seconds: seconds of the best plan's step.
         tokens_per_second: tokens per second and device.
-        mfu: model FLOP utilisation: FLOP of the model's products in a step (thrice the forward ones in training), over
-            what all devices could compute in that time at the peak of the model's dtype.
-        exposed_seconds: seconds of the step in which communication is not hidden.
-        exposed_share: those over the step's.
+        mfu: model FLOP utilisation: FLOP of the model's products in a step (three times those of the forward pass in
+            training), over the FLOP of all devices in that time at the peak rate of the model's dtype.
+        exposed_seconds: seconds of the step with communication that is not hidden.
+        exposed_share: ``exposed_seconds`` over ``step_seconds``.
         memory_bytes: bytes on each device.
         energy_per_step, energy_per_token: joules, of all devices together.
         money_per_step, money_per_token: in the currency of the topology's price.
-        optimal: the solver proved the plan optimal.
-        gap: else its relative distance to the proven bound.
+        optimal: whether the solver proved the plan optimal.
+        gap: if not, its relative distance to the proven bound.
     """
 
     topology: str
@@ -98,7 +98,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class _Workload:
-    """One captured model with what its points are measured by."""
+    """One captured model, with the quantities from which the figures of its points are computed."""
 
     captured: Captured
     tokens: int
@@ -141,22 +141,22 @@ def sweep(
             other is called once, and every point does the same work (strong scaling).
         topologies: ``Topology`` objects, names or paths of files; each is resized to every count.
         devices: the counts.
-        strategies: ``auto`` or families; a point is the fastest plan of them.
-        families: plan every family as well, and say which of them is the fastest.
-        tokens: of one step, on all devices together; left out, the elements of the first integer input, or without any,
-            samples: dim 0 of the first input; of all ``accumulate`` micro-batches.
+        strategies: ``auto`` or families; each point has the fastest of their plans.
+        families: whether to plan every family as well, and report the fastest one.
+        tokens: of one step, on all devices together; by default, the number of elements of the first integer input or, if
+            there is none, of samples (dim 0 of the first input), times ``accumulate``.
         mode, memory, optimizer, accumulate, panels, precision, time_limit: of each plan; see
-            `autotp.plans.options.Options`. Communication is hidden where it can be.
-        progress: called before each point with what is being done.
+            `autotp.plans.options.Options`. Plans overlap communication with computation.
+        progress: called with a description before each capture and each plan.
 
     Returns:
-        One point per topology and count, in that order. A count that the topology cannot have, or for which nothing fits
-        the memory or divides the batch, gives a point with a reason.
+        One point per topology and count, in that order. A point has a reason instead of a plan if the topology cannot have
+        that count, no plan fits the memory or divides the batch, or the time limit is reached before one is found.
 
     Raises:
-        AutotpError: when an argument is wrong.
-        TopologyError: when a topology cannot be read.
-        CaptureError: when ``torch.export`` refuses the model.
+        AutotpError: an argument is invalid.
+        TopologyError: a topology cannot be read.
+        CaptureError: ``torch.export`` cannot export the model.
     """
     given = {"topologies": topologies, "devices": devices, "strategies": strategies}
     topologies, devices, strategies = (_listed(what, each) for what, each in given.items())
@@ -213,7 +213,7 @@ def sweep(
 
 
 def takes_devices(factory: Callable[..., Any]) -> bool:
-    """Whether a factory has an argument ``devices``, and so makes another batch for every number of them."""
+    """Whether a factory has an argument ``devices``, so that its batch depends on the device count."""
     try:
         return "devices" in inspect.signature(factory).parameters
     except (TypeError, ValueError):  # some builtins have no signature
@@ -221,10 +221,10 @@ def takes_devices(factory: Callable[..., Any]) -> bool:
 
 
 def example_of(made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    """A model, its positional example inputs and those by keyword, as a factory returns them.
+    """The model, the positional and the keyword example inputs in the return value of a factory.
 
     Raises:
-        AutotpError: it returned something else.
+        AutotpError: the factory returned something else.
     """
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
@@ -264,7 +264,7 @@ def forward_flop(captured: Captured) -> float:
 
 
 def batch_of(captured: Captured) -> tuple[int, str]:
-    """What one step takes in: (elements of the first integer input, "tokens"), or (dim 0 of the first, "samples")."""
+    """The size of a batch: (elements of the first integer input, "tokens"), or (dim 0 of the first input, "samples")."""
     inputs = [value for name, value in captured.placeholders.items() if name in captured.inputs]
     for value in inputs:
         if value.dtype in _INTEGERS:
@@ -292,7 +292,7 @@ def _workload(made: Any, tokens: int | None, options: Options) -> _Workload:
 
 
 def _dtype(captured: Captured) -> str:
-    """The dtype of most of the parameters; without any, of the first input of floating point."""
+    """The dtype of most elements of parameters or, without any, of the first floating-point input."""
     sizes: dict[torch.dtype, int] = {}
     values = captured.placeholders
     for name, value in values.items():

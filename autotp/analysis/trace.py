@@ -1,8 +1,8 @@
-"""Schedules as traces: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
+"""Traces of schedules: predicted, and measured on every rank, in one file for Perfetto or chrome://tracing.
 
-A process of the trace is a rank, or the prediction; its first track is computing, and each group of devices that
+Each process of the trace is a rank, or the prediction. Its first track shows computation, and each group of devices that
 communicates has a track of its own. The format is Chrome's trace event format, which Perfetto reads and in which a track
-shows one thing at a time. So a measured collective is drawn, as a predicted one is, from its launch or, if that is later,
+shows one event at a time. So a measured collective is drawn, like a predicted one, from its launch or, if that is later,
 from the end of the group's previous collective.
 """
 
@@ -35,12 +35,12 @@ from passes.sharding.shard import place_constants
 __all__ = ["events_of", "lanes", "predicted", "predicted_events", "save_trace", "scheduled", "trainable"]
 
 _MICRO = 1e6
-#: Of microseconds: Perfetto counts whole nanoseconds.
+#: Decimal places of microseconds: Perfetto counts whole nanoseconds.
 _DIGITS = 3
 
 
 def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event]:
-    """Events of a schedule: the backward pass begins where the forward pass ends."""
+    """The events of a schedule's forward and backward slots; the backward pass begins where the forward pass ends."""
     found, start = [], 0.0
     for half, part in zip(slots, ("forward", "backward"), strict=True):
         for slot in half:
@@ -53,7 +53,7 @@ def predicted_events(slots: tuple[Sequence[Slot], Sequence[Slot]]) -> list[Event
 def predicted(
     model: nn.Module, plan: Plan, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[Event]:
-    """The events of a plan's schedule on its first device, by prediction; needs no devices, and the model may be on meta.
+    """The predicted events of a plan's schedule on its first device. Needs no devices, and the model may be on meta.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
@@ -64,17 +64,17 @@ def predicted(
 
 
 def trainable(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that have gradients."""
+    """Names of the parameters that require gradients."""
     return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tuple[Sequence[Slot], Sequence[Slot]]:
-    """The forward and the backward graph of a plan's first device, as they are predicted to run.
+    """The slots of the forward and of the backward graph of a plan's first device, with predicted times.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        parameters: names of those that have gradients.
+        parameters: names of the parameters that require gradients.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
@@ -84,7 +84,7 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
     place_constants(rewritten.graph_module.graph, torch.device("cpu"))
     trained = frozenset(n for n, fqn in captured.parameters.items() if fqn in parameters and plan.mode == "train")
     how = overlap_of(plan)
-    # Parts of a dim are all as long as the first, but for the last ones.
+    # All shards of a dim are as long as the first one, except for the last ones.
     corners = itertools.product(*({0, ways - 1} for ways in plan.mesh_shape))
     places = [(0,) * len(plan.mesh_shape)] if rewritten.even else sorted(corners)
     graph = rewritten.graph_module
@@ -101,7 +101,7 @@ def scheduled(captured: Captured, plan: Plan, parameters: Collection[str]) -> tu
 
 
 def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
-    """What the placeholders of a device's graph are given, on ``meta``."""
+    """The inputs of a device's graph by placeholder name, as tensors on ``meta``."""
     found = {}
     nodes = rewritten.captured.graph_module.graph.find_nodes(op="placeholder")
     for name, cast in ((node.name, cast_of(node)) for node in nodes):
@@ -112,7 +112,7 @@ def _parts(rewritten: Rewritten, at: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def lanes(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The tracks of events, computing first."""
+    """The names of the tracks of events, computation first."""
     return ["compute", *sorted({str(e["lane"]) for e in events} - {"compute"})]
 
 
@@ -120,11 +120,11 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
     """Chrome's trace events of one process of the trace.
 
     Args:
-        label: its name.
-        number: its place among the processes.
-        events: with ``begin`` and ``seconds``; those of one track may overlap, and what waited for its turn says how long
-            (``queued_us``).
-        origin: what ``begin`` is counted from.
+        label: the name of the process.
+        number: its position among the processes.
+        events: with ``begin`` and ``seconds``. Those of one track may overlap: a collective then begins when the previous
+            one ends, and its ``queued_us`` states how long it waited.
+        origin: the ``begin`` at which the trace starts, in seconds.
     """
     tracks = lanes(events)
     free = _free_from(events)
@@ -158,7 +158,7 @@ def events_of(label: str, number: int, events: Sequence[Mapping[str, Any]], orig
 
 
 def _free_from(events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """When the track of each event was done with what had ended before it."""
+    """For each event, the end of the event of its track that ended before it; 0 if there is none."""
     ends: dict[str, float] = {}
     found = [0.0] * len(events)
     for place in sorted(range(len(events)), key=lambda i: events[i]["begin"] + events[i]["seconds"]):
@@ -169,5 +169,5 @@ def _free_from(events: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def save_trace(path: str | os.PathLike, events: Sequence[Mapping[str, Any]]) -> None:
-    """Writes trace events as JSON; the file appears whole or not at all."""
+    """Writes trace events as a JSON file, atomically."""
     write_atomically(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events)}))

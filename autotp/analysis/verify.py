@@ -1,9 +1,9 @@
-"""Checks that a distributed graph is correct: every value, forward and backward, is compared with the plain model's.
+"""Verifies a distributed graph: compares every value and gradient with that of the plain model.
 
-The sharded graph runs for all devices in this process, as in ``simulate``; the captured graph runs beside it, whole. An
-operator's result must be the whole result in the layout that its strategy says, a reshard's the same tensor in the layout
-that is wanted, and likewise for gradients on the way back. The first value that differs is where to look, unless rounding
-alone moves it as far.
+The sharded graph runs for all devices in this process, as in ``simulate``, and the captured graph runs unsharded. An
+operator's result must equal the unsharded result in the layout that its strategy gives, a reshard's the same tensor in the
+target layout, and likewise for gradients. The first value that differs locates the error, unless rounding alone may cause a
+difference of that size.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, t
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where the distributed graph first departs from the model.
+    """The first place where the distributed graph departs from the model.
 
     Attributes:
-        operator: the captured operator, or parameter, that is to be looked at.
+        operator: the captured operator, or the parameter, to inspect.
         module: its path in the user's model.
         source: its line, ``file.py:LINE``, if known.
-        where: in words: its result, a reshard of its result, or their gradients.
-        error: the largest difference over the largest magnitude; infinite where shapes differ or it failed.
+        where: what is wrong, in words: its result, a reshard of its result, or a gradient.
+        error: the largest difference over the largest magnitude; infinite if shapes differ or the graph fails.
     """
 
     operator: str
@@ -61,18 +61,18 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was compared. Errors are largest differences over largest magnitudes; a parameter's gradient counts as no
-    smaller than the gradients that it sums up, which may cancel out.
+    """The result of ``verify``. An error is the largest difference over the largest magnitude: of the value or, for a
+    parameter's gradient, also of the gradients that are summed into it, which may cancel out.
 
     Attributes:
         outputs: number of the output -> its error.
-        gradients: name of the parameter -> its gradient's error.
-        departure: the first place that is wrong; None where all is correct.
-        tolerance: errors up to this are rounding.
-        compared: how many values and gradients were compared on the way.
-        ill_conditioned: what is beyond the tolerance, but by no more than rounding moves it: an operator, ``output 0``,
-            ``new value of buffer ...`` or ``gradient of ...`` -> how far it moves in the model itself when weights and
-            inputs move by one unit in the last place. It may be off by up to 16 times that, in halves by 4 times.
+        gradients: name of the parameter -> the error of its gradient.
+        departure: the first place that is wrong; None if all values and gradients are correct.
+        tolerance: the largest error that always counts as rounding.
+        compared: the number of values and gradients that were compared, with intermediate ones.
+        ill_conditioned: values with an error above the tolerance that rounding may cause: an operator, ``output 0``,
+            ``new value of buffer ...`` or ``gradient of ...`` -> its relative change in the model itself when weights and
+            inputs change by one unit in the last place. Errors up to 16 times that are accepted, for 16-bit floats 4 times.
     """
 
     outputs: Mapping[str, float]
@@ -84,7 +84,7 @@ class Verification:
 
     @property
     def right(self) -> bool:
-        """Whether outputs, gradients and all between are the model's, as far as rounding lets them."""
+        """Whether outputs, gradients and intermediate values equal the model's, up to rounding."""
         return self.departure is None
 
     def __bool__(self) -> bool:
@@ -99,17 +99,17 @@ def verify(
     *,
     tolerance: float | None = None,
 ) -> Verification:
-    """The errors of a plan's distributed run, compared with the model's own, and the first operator that departs, if any.
+    """Compares a plan's distributed run with the model's own. Returns the errors, and the first departure, if any.
 
     Args:
         model: the model that was planned, on a real device.
         plan: the plan.
         args, kwargs: inputs, of the shapes that were planned.
-        tolerance: relative; left out, by the dtype of the parameters (1e-9 for float64, 1e-4 for float32).
+        tolerance: relative; by default, for the least precise floating-point dtype (1e-9 for float64, 1e-4 for float32).
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
-        AutotpError: the model draws random numbers, is on ``meta``, or is planned with a precision: it cannot be compared.
+        AutotpError: the model cannot be compared: it draws random numbers, is on ``meta``, or the plan has a precision.
     """
     require_plan(plan)
     if plan.precision is not None:
@@ -125,7 +125,7 @@ def verify_graph(
     *,
     tolerance: float | None = None,
 ) -> Verification:
-    """``verify`` for a graph that was rewritten already, and perhaps changed since."""
+    """``verify`` for a graph that is already rewritten, and possibly modified since."""
     with buffered(model, rewritten.captured.attributes), real_tensors(), torch.enable_grad():
         return _Comparison(model, rewritten, args, kwargs, tolerance).run()
 
@@ -171,7 +171,7 @@ class _Comparison:
         return Verification(outputs, gradients, departure, self.tolerance, self.compared, self.ill_conditioned)
 
     def wrong(self, name: str, error: float, gradient: bool = False) -> bool:
-        """Whether a captured node's value, or its gradient, departs by more than rounding moves it; notes what does not."""
+        """Whether the error of a captured node's value or gradient exceeds rounding; else records it if ill-conditioned."""
         if error <= self.tolerance:
             return False
         value = self.nodes[name].meta.get("val")
@@ -187,11 +187,11 @@ class _Comparison:
         return False
 
     def name_of(self, node: fx.Node) -> str:
-        """The captured node that a sharded one belongs to."""
+        """The name of the captured node that a sharded node belongs to."""
         return note_of(node).operator or note_of(node).tensor or node.name
 
     def checked(self, parts: Mapping[fx.Node, Any], gradient: bool) -> Iterator[tuple[fx.Node, str, Layout]]:
-        """(sharded node, captured value that it holds, in which layout), in the graph's order."""
+        """Yields (sharded node, captured value that it holds, layout of that or of its gradient), in graph order."""
         for node in self.graph.nodes:
             if node not in parts or not isinstance(parts[node], Parts) or not isinstance(parts[node][0], Tensor):
                 continue
@@ -201,13 +201,13 @@ class _Comparison:
             (layout,) = note.layouts
             if gradient:
                 layout = note.gradient or gradient_of(layout)
-            # What chunks have yet to sum up is compared when they have.
+            # Partial sums of chunks are compared after they have been summed.
             virtual = layout[len(self.mesh) :]
             if not virtual or (note.chunk is not None and not any(isinstance(p, Partial) for p in virtual)):
                 yield node, note.operator or note.tensor, layout
 
     def forward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
-        """The first value that departs."""
+        """The first value in graph order that is wrong."""
         for node, name, layout in self.checked(parts, gradient=False):
             error = self.error([p.detach() for p in parts[node]], whole[name], layout, chunk=note_of(node).chunk or ())
             if not self.wrong(name, error):
@@ -221,7 +221,7 @@ class _Comparison:
         return None
 
     def missing(self, node: fx.Node) -> str | None:
-        """The tensor that an operator reads in another layout than its strategy wants."""
+        """The first operand whose reshard an operator does not read, or for which it reads another tensor, if any."""
         name = note_of(node).operator
         strategy, operands = self.rewritten.sharding.strategies[name], operands_of(self.nodes[name])
         given = {self.name_of(n): n for n in node.all_input_nodes}
@@ -247,11 +247,11 @@ class _Comparison:
             if mine in parts and isinstance(parts[mine], Parts):
                 values = [p.detach() for p in parts[mine]]
                 found[str(number)] = self.error(values, whole[plain.name], self.rewritten.whole)
-                self.wrong(plain.name, found[str(number)])  # for what it notes: values that depart are found before
+                self.wrong(plain.name, found[str(number)])  # records ill-conditioned outputs; forward() finds wrong ones
         return found
 
     def backward(self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any]) -> Departure | None:
-        """The first gradient that departs, from the outputs back."""
+        """Runs both backward passes. Returns the first wrong gradient, in the order of the backward pass."""
         listened = {node for node, _, _ in self.checked(parts, gradient=True)}
         listened |= {node for node in self.graph.nodes if node.op == "placeholder"}
         error = self.runs.backward(whole, parts, listened)
@@ -284,7 +284,7 @@ class _Comparison:
         return None
 
     def partly_read(self, node: fx.Node) -> bool:
-        """Whether other layouts of the same tensor are read too, which have a share of its gradient each."""
+        """Whether the tensor is also read in other layouts, each of which has a share of its gradient."""
         return any(
             other is not node and note_of(other).tensor == note_of(node).tensor and note_of(other).moves
             for other in self.graph.nodes
@@ -305,17 +305,17 @@ class _Comparison:
         return found
 
     def unreduced(self, gradients: Mapping[str, float]) -> Departure | None:
-        """A parameter whose gradient departs although all that it is made of is correct."""
+        """The first parameter whose gradient is wrong although all gradients that contribute to it are correct."""
         for fqn, error in gradients.items():
             if self.wrong(self.names[fqn], error, gradient=True):
                 return self.departure(self.names[fqn], "the reshard of its gradient gives other values", error)
         return None
 
     def miscaptured(self, whole: Mapping[str, Any]) -> Departure | None:
-        """The first value or gradient of the captured graph that is not the model's own."""
+        """The first value or gradient of the captured graph that differs from the model's own."""
         names, found_gradients = self.names, self.runs.whole_gradients
         if any(rule is not None and rule.misreads is not None for rule in map(rule_of, self.nodes.values())):
-            whole = self.runs.reference(careful=False)  # as careless as the model is
+            whole = self.runs.reference(careful=False)  # with kernels that misread formats, as in the model
             found_gradients = self.runs.plain_backward(whole) if found_gradients else {}
         slopes = {fqn: found_gradients.get(name, [None])[0] for fqn, name in names.items()}
         gradients = {fqn: slope for fqn, slope in slopes.items() if slope is not None}

@@ -1,4 +1,4 @@
-"""Whether a captured graph computes what the model itself computes, which comparing graphs with each other cannot show."""
+"""Checks that a captured graph computes what the model itself computes, which a comparison of two graphs cannot show."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def compared_with_model(
     gradients: Mapping[str, Tensor],
     least: Mapping[str, float],
 ) -> Iterator[tuple[str, str, float, bool]]:
-    """Runs the model beside its captured graph; neither the model nor its inputs are changed.
+    """Runs the model, and compares its results with those of its captured graph. Changes neither the model nor its inputs.
 
     Args:
-        model: that was captured.
+        model: the model that was captured.
         captured: its graph.
         args, kwargs: inputs.
-        values: what the graph's nodes gave, by name.
-        weights: number of the output -> what its elements weigh in the loss whose gradients are compared.
-        gradients: name of the parameter -> the graph's gradient of that loss.
-        least: name of the parameter -> what its gradient counts as no smaller than.
+        values: the values of the graph's nodes, by name.
+        weights: number of the output -> the weights of its elements in the loss whose gradients are compared.
+        gradients: name of the parameter -> the gradient of that loss, by the graph.
+        least: name of the parameter -> a lower bound on the magnitude that the error of its gradient is relative to.
 
     Yields:
-        (a node's or parameter's name, what it is, its largest difference over the largest magnitude, whether that is of a
+        (name of a node or parameter, what is compared, the largest difference over the largest magnitude, whether it is a
         gradient).
     """
     state = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
@@ -45,20 +45,20 @@ def compared_with_model(
     own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (tuple(args), kwargs or {}))
     *_, output = captured.graph_module.graph.nodes
     given: Any = output.args[0]
-    # Not functional_call(), nor grad(): a checkpoint calls the model again in the backward pass, and may take no grad().
+    # Neither functional_call() nor grad(): a checkpoint calls the model again in the backward pass, and may forbid grad().
     with reparametrize_module(model, {**state, **buffers}, tie_weights=True):
         returned, modules = model(*own[0], **own[1]), list(model.modules())
         results = tree_leaves((returned, [left.of(modules) for left in captured.left]))
         pairs = zip(given[: captured.outputs], results, strict=True)
         found = [(i, n, r) for i, (n, r) in enumerate(pairs) if isinstance(n, fx.Node) and isinstance(r, Tensor)]
         loss = [weighed(result, weights[number]).double() for number, _, result in found if number in weights]
-        left = dict(model.named_buffers())  # which the pass may have replaced
+        left = dict(model.named_buffers())  # the forward pass may have replaced some
         now = {name: tensor.detach().clone() for name, tensor in captured.values({**state, **left}, *own).items()}
         trains = any(part.requires_grad for part in loss)
         if trains:
             try:
                 torch.stack(loss).sum().backward()
-            except RuntimeError:  # the model is for evaluation alone
+            except RuntimeError:  # the model only supports evaluation
                 trains = False
     for number, node, result in found:
         yield node.name, f"output {number}", _error(values[node.name], result), False

@@ -1,4 +1,4 @@
-"""The two runs that ``verify`` compares: of the captured graph, whole, and of the sharded graph, for all devices."""
+"""The two runs that ``verify`` compares: of the captured graph, unsharded, and of the sharded graph, for all devices."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ __all__ = ["Runs", "gradient_of_name"]
 
 
 def gradient_of_name(name: str) -> str:
-    """What a value's gradient is called beside the value."""
+    """The name of a value's gradient, among the names of values."""
     return f"gradient of {name}"
 
 
 class _FailedNode(Exception):
-    """A node of the sharded graph, and what it raised."""
+    """A node of the sharded graph failed. ``args`` has the node, and the exception that it raised."""
 
 
 def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
-    """What an operator computes: its kernel may misread what the plain model hands it, too, or lack a copy made there."""
+    """Runs a captured node with operands and its result in clear memory formats: its kernel may misread those of the plain
+    model, too, or rely on a copy that the capture has left out.
+    """
     world = LocalWorld((1,))
     args: Any
     kwargs: Any
@@ -51,15 +53,15 @@ def _in_one_format(node: fx.Node, values: Mapping[str, Any]) -> Any:
 
 
 class Runs:
-    """A captured graph and the sharded one that was made of it, with the same inputs.
+    """Runs a captured graph, and the sharded graph that was made of it, on the same inputs.
 
     Attributes:
-        inputs: placeholder name -> weight, buffer, constant or input.
+        inputs: placeholder name -> parameter, buffer, constant or input.
         nodes: captured nodes by name.
-        world: hosts all devices.
-        weights: number of the output -> what its elements weigh in the loss whose gradients are compared.
-        whole_gradients: captured node -> its gradient, when the backward pass has run.
-        part_gradients: sharded node -> its gradient on every device, when the backward pass has run.
+        world: a world that hosts all devices.
+        weights: number of the output -> the weights of its elements in the loss whose gradients are compared.
+        whole_gradients: name of the captured node -> its gradient, after the backward pass.
+        part_gradients: sharded node -> its gradient on every device, after the backward pass.
     """
 
     def __init__(
@@ -89,13 +91,13 @@ class Runs:
         return tensor.detach().clone().requires_grad_(name in self.captured.parameters and tensor.requires_grad)
 
     def reference(self, inputs: Mapping[str, Tensor] | None = None, *, careful: bool = True) -> dict[str, Any]:
-        """Every value of the captured graph, by node name.
+        """Runs the captured graph. Returns all its values by node name.
 
         Args:
-            inputs: in place of the model's own.
-            careful: give kernels that misread some memory formats others; else they are wrong where they are in the model.
+            inputs: by placeholder name, in place of ``self.inputs``.
+            careful: whether kernels that misread some memory formats get others; if not, they err as in the model.
         """
-        # Leaves of its own: those of another run have hooks, which would add this run's gradients to that one's.
+        # New leaves: those of another run have hooks, which would add this run's gradients to that run's.
         given = {name: x.detach().requires_grad_(x.requires_grad) for name, x in (inputs or self.inputs).items()}
         found: dict[str, Any] = {}
 
@@ -112,13 +114,13 @@ class Runs:
         return found
 
     def distributed(self) -> tuple[dict[fx.Node, Any], tuple[fx.Node, Exception] | None]:
-        """Every value of the sharded graph on every device, and the node that fails, if one does."""
+        """Runs the sharded graph. Returns all its values on every device and, if a node fails, that and its exception."""
         found: dict[fx.Node, Any] = {}
 
         def keep(node: fx.Node, run: Callable[[], Any]) -> Any:
             try:
                 found[node] = run()
-            except Exception as error:  # whatever a wrong graph raises is the finding
+            except Exception as error:  # any exception is a finding about the graph
                 raise _FailedNode(node, error) from error
             return found[node]
 
@@ -134,7 +136,7 @@ class Runs:
         return found, None
 
     def leaves(self) -> Iterator[tuple[int, fx.Node, fx.Node]]:
-        """The numbers and nodes of the outputs, sharded and captured."""
+        """Yields the number of each output that is a tensor, its sharded node, and its captured node."""
         given: Any = self.captured.graph_module.graph.output_node().args[0]
         made: Any = self.graph.output_node().args[0]
         for number, (mine, plain) in enumerate(zip(made[: self.captured.outputs], given, strict=False)):
@@ -142,7 +144,7 @@ class Runs:
                 yield number, mine, plain
 
     def weigh(self, whole: Mapping[str, Any]) -> None:
-        """Draws what the elements of outputs weigh in the loss."""
+        """Draws random weights for the elements of differentiable outputs in the loss."""
         generator = torch.Generator().manual_seed(0)
         for number, _, plain in self.leaves():
             value = whole[plain.name]
@@ -152,7 +154,13 @@ class Runs:
     def backward(
         self, whole: Mapping[str, Any], parts: Mapping[fx.Node, Any], listened: Iterable[fx.Node]
     ) -> Exception | None:
-        """Runs both backward passes, and gives what the sharded one raised."""
+        """Runs both backward passes. Returns the exception that the sharded one raised, if any.
+
+        Args:
+            whole: values of the captured graph, by node name.
+            parts: values of the sharded graph on every device.
+            listened: sharded nodes whose gradients are collected.
+        """
         self.part_gradients = listen({node: parts[node] for node in listened})
         mine = []
         for number, node, plain in self.leaves():
@@ -173,7 +181,7 @@ class Runs:
         return None
 
     def plain_backward(self, whole: Mapping[str, Any]) -> dict[str, list[Tensor | None]]:
-        """Gradients of the captured graph's values, by node name."""
+        """Runs the captured graph's backward pass. Returns the gradients of its values, by node name, in lists of one."""
         found = listen({name: [value] for name, value in whole.items() if isinstance(value, Tensor)})
         plain = [weighed(whole[node.name], self.weights[n]) for n, _, node in self.leaves() if n in self.weights]
         if plain:
@@ -181,7 +189,9 @@ class Runs:
         return found
 
     def moved(self) -> dict[str, float]:
-        """How far values of the captured graph, and their gradients, move with the last places of weights and inputs."""
+        """The relative change of the captured graph's values, and of their gradients, when parameters and inputs change by
+        one unit in the last place (see `autotp.analysis.conditioning.moved`).
+        """
         movable = {*self.captured.parameters, *self.captured.inputs}
         plain = self.plain_backward(self.reference())
         scales = {gradient_of_name(name): self.cancelled(name, plain) for name in self.captured.parameters}
@@ -195,15 +205,15 @@ class Runs:
         return moved(run, {name: tensor for name, tensor in self.inputs.items() if name in movable}, least=scales)
 
     def cancelled(self, name: str, gradients: Mapping[str, Sequence[Tensor | None]] | None = None) -> float:
-        """The largest gradient among those that a parameter's sums up; 0 for other values.
+        """The largest magnitude of the gradients that are summed into a parameter's gradient; 0 for other values.
 
-        They may cancel out, as for the bias of keys, which a softmax does not see: what is left is rounding of its terms.
+        They may cancel out, as for the bias of keys, to which a softmax is invariant: the rest is rounding of the terms.
         """
         if name not in self.captured.parameters:
             return 0.0
         given = self.whole_gradients if gradients is None else gradients
         users = list(self.nodes[name].users)
-        # What an operator with several results gives are its readers' values.
+        # The results of an operator with several results are its users.
         results = [made for user in users for made in ([user] if user.name in given else user.users)]
         found = [gradient for made in results for gradient in given.get(made.name, [])]
         sizes = [float(g.abs().max()) for g in found if g is not None and g.numel()]
@@ -212,10 +222,10 @@ class Runs:
     def error(
         self, parts: Sequence[Tensor], whole: Tensor, layout: Layout, least: float = 0.0, chunk: tuple[int, ...] = ()
     ) -> float:
-        """The largest difference of any device's part from what it should hold, over the largest magnitude or ``least``.
+        """The largest difference of any device's part from its expected value, over the largest magnitude or ``least``.
 
-        Infinite where shapes differ, 1 for integers that are not the same. Where devices work in chunks, parts are those of
-        one ``chunk``.
+        Infinite if shapes differ, 1 if integers differ. If devices work in chunks, the parts are those of one ``chunk``,
+        given by its index on each virtual axis.
         """
         extended = self.mesh + self.rewritten.chunks
         kept = tuple(Replicate() if isinstance(p, Partial) else p for p in layout)

@@ -1,7 +1,7 @@
-"""Measuring a machine: a topology whose figures are this job's.
+"""Calibration: fits a topology to measurements of the machine that this job runs on.
 
 Input: a job under torchrun. Output: a `Calibration` with a fitted topology. `job` runs the measurements in this order:
-`collectives`, `kernels` by way of `device`, `contention`, and whole steps (`step`).
+`collectives`, `contention`, `kernels` (through `device`), and whole steps (`step`).
 """
 
 from autotp.calibrate.job import Calibration, Check, LevelFit, calibrate, shape_of_job

@@ -1,9 +1,9 @@
 """Times collectives as a sharded step runs them, on the processes of this job.
 
-What counts is how much longer a step takes because of a collective. So some work is timed with the collective after each
-piece and without it, from a barrier until the slowest rank ends, and the difference is the collective's time: with cold
-caches, and with ranks that arrive one after the other, as in a step. All groups of a mesh axis communicate at once, since
-that is how a sharded step runs, and padding, stacking and joining are part of it, since `passes.world.world` does them.
+The time of a collective is the time that it adds to a step. So a workload is timed with and without the collective after
+each of its pieces, from a barrier until the slowest rank ends, and the difference is the collective's time: with cold
+caches, and with ranks that arrive at different times, as in a step. All groups of a mesh axis communicate at once, as in a
+sharded step, and padding, stacking and joining are included, since `passes.world.world` does them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 _ITEM = 4
 _PIECES = 8
-#: How many of a kind follow one another: a step gathers and reduces the parameters of a layer together, activations singly.
+#: Kind -> how many follow one another: a step gathers and reduces a layer's parameters together, activations one by one.
 _TOGETHER = {"all_gather": 2, "reduce_scatter": 2}
-#: Seconds that a collective takes at least, however little the difference of two noisy times.
+#: A lower bound on the seconds of a collective, since the difference of two noisy times may be smaller.
 _LEAST = 1e-6
 _MEGABYTE = 2**20
-#: Sizes that are measured however long they take, a fit needing some.
+#: The number of sizes that are measured however long they take, since a fit needs some.
 _FEWEST = 3
 
 
@@ -43,10 +43,10 @@ class Effort:
 
     Attributes:
         volumes: bytes of the whole tensors, ascending.
-        fewest, most: repetitions of each size.
-        seconds: that the repetitions of one size should take together.
-        longest: seconds that one repetition may take, beyond which larger sizes are left out.
-        kernel_seconds: that the repetitions of one kernel should take together.
+        fewest, most: bounds on the repetitions of each size.
+        seconds: the desired total of the repetitions of one size.
+        longest: seconds of one repetition beyond which larger sizes are left out.
+        kernel_seconds: the desired total of the repetitions of one kernel.
         largest_product: the longest side of a matrix product, on a CPU and on a GPU.
     """
 
@@ -65,11 +65,11 @@ QUICK = Effort(tuple(1024 * 16**k for k in range(4)), 5, 9, 0.05, 0.15, 0.02, (5
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one collective takes.
+    """The measured time of one collective.
 
     Attributes:
         volume: bytes of the whole tensor, as `costmodel.collectives` counts them.
-        sample: the repetitions, each the slowest rank's.
+        sample: the repetitions, each with the time of the slowest rank.
     """
 
     volume: float
@@ -77,10 +77,10 @@ class Timing:
 
 
 class Clock:
-    """Waits for the device, and for the other ranks.
+    """Synchronizes a rank with its device, and with the other ranks.
 
     Args:
-        device: what this rank computes on.
+        device: the device that this rank computes on.
 
     Attributes:
         least: seconds that a repetition of calls of a kernel must last to stand out from noise.
@@ -88,16 +88,16 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # A GPU is waited for once in a repetition, which must be long beside that.
+        # A repetition synchronizes with the GPU once, and must take much longer than that.
         self.least = 2e-3 if device.type == "cuda" else 2e-4
 
     def synchronize(self) -> None:
-        """Waits until the device has done everything that it was given."""
+        """Waits until the device has finished all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Waits for every rank."""
+        """Waits for all ranks, and for the device."""
         if self.device.type == "cuda":
             dist.barrier(device_ids=[self.device.index])
         else:
@@ -105,21 +105,21 @@ class Clock:
         self.synchronize()
 
     def slowest(self, values: Sequence[float]) -> list[float]:
-        """The largest of all ranks' values, one by one; the same on every rank."""
+        """The elementwise maximum of all ranks' values; the same on every rank."""
         tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
 
 def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) -> tuple[Step, Tensor, float]:
-    """A step of one collective, the float32 tensor that it takes, and the bytes of its whole tensor.
+    """The step of one collective, its float32 operand on this rank, and the bytes of the whole tensor.
 
     Args:
         kind: one of `KINDS`.
         axis: the mesh axis.
         ways: its size.
-        volume: bytes wanted, rounded to what splits evenly.
-        device: where the tensor lies.
+        volume: desired bytes of the whole tensor, which are rounded to sizes that split evenly.
+        device: of the operand.
     """
     side = max(1, round(math.sqrt(volume / _ITEM) / ways)) * ways
     rows = max(1, round(volume / _ITEM / side / ways)) * ways
@@ -128,8 +128,8 @@ def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) ->
         return Step(kind, (axis,), dim=0, to_dim=1), torch.ones(rows, side, device=device), whole
     if kind == "all_reduce":
         return Step(kind, (axis,), dim=0), torch.ones(rows, side, device=device), whole
-    # Of the dim that is not outermost in memory: what arrives, or is sent, has to be laid out, as most is in a step, by its
-    # dim or by the bucket that it travels in.
+    # Along the dim that is not outermost in memory: the received or sent data has to be copied into place, as for most
+    # tensors in a step, because of their dim or of the bucket that they are sent in.
     part = side // ways if kind == "all_gather" else side
     return Step(kind, (axis,), dim=1), torch.ones(rows, part, device=device), whole
 
@@ -137,16 +137,16 @@ def job(kind: str, axis: int, ways: int, volume: float, device: torch.device) ->
 def time_collective(
     world: ProcessWorld, axis: int, kind: str, volume: float, effort: Effort, clock: Clock, *, alone: bool = False
 ) -> Timing:
-    """Times one size of one collective along a mesh axis; every rank must call it with the same arguments.
+    """Times one collective at one size along a mesh axis. Every rank must call this with the same arguments.
 
     Args:
         world: has a process group for the axis.
         axis: the mesh axis.
         kind: one of `KINDS`.
-        volume: bytes of the whole tensor, about.
+        volume: approximate bytes of the whole tensor.
         effort: how long to measure.
         clock: of this rank.
-        alone: only the first of the axis' groups communicates, while the others wait at the barrier.
+        alone: whether only the first group of the axis communicates, while the others wait at the barrier.
     """
     step, tensor, whole = job(kind, axis, world.mesh_shape[axis], volume, clock.device)
     first = all(at == 0 for other, at in enumerate(world.hosted[0]) if other != axis)
@@ -169,14 +169,14 @@ def time_collective(
     (each,) = clock.slowest([once(1, True)])
     pieces = max(1, min(_PIECES, int(effort.longest / each)))
     repetitions = min(effort.most, max(effort.fewest, int(effort.seconds / each / pieces)))
-    # What every rank measured is compared afterwards, so that comparing delays no repetition.
+    # Ranks exchange their times after the last repetition, so that this delays no repetition.
     spans = clock.slowest([once(pieces, communicating) for _ in range(repetitions) for communicating in (True, False)])
     more = [max(with_it - without, _LEAST) for with_it, without in zip(spans[::2], spans[1::2], strict=True)]
     return Timing(whole, robust([seconds / pieces / together for seconds in more]))
 
 
 class Workload:
-    """A piece of what a step computes: some products and what follows them, on more memory than caches hold."""
+    """A piece of a step's computation: products with activation functions, on more memory than caches hold."""
 
     def __init__(self, device: torch.device) -> None:
         side = 4096 if device.type == "cuda" else 512
@@ -185,7 +185,7 @@ class Workload:
         self.turn = 0
 
     def run(self) -> None:
-        """Two products, each with an activation behind it."""
+        """Computes two products, each followed by an activation function."""
         value = self.rows
         for _ in range(2):
             value = torch.nn.functional.gelu(value @ self.weights[self.turn])
@@ -193,17 +193,17 @@ class Workload:
 
 
 def time_sizes(measure: Callable[[float], Timing], volumes: Sequence[float], longest: float) -> tuple[Timing, ...]:
-    """Times sizes from the smallest on, until one would take too long.
+    """Times sizes in ascending order, until the next one would take too long.
 
     Args:
-        measure: times one size.
+        measure: times the size that it is given.
         volumes: bytes, ascending.
         longest: seconds that one repetition may take.
     """
     found: list[Timing] = []
     for volume in volumes:
         if len(found) >= _FEWEST:
-            # From the last two sizes on, time grows with size: what the next takes is known well enough.
+            # For large sizes, time grows in proportion to size, so that of the next size can be extrapolated.
             expected = found[-1].sample.seconds * volume / found[-1].volume
             if found[-1].sample.seconds > longest or (expected > longest and found[-1].volume >= _MEGABYTE / 4):
                 break

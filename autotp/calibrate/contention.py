@@ -1,13 +1,13 @@
 """How much computation and communication slow each other down.
 
 Collectives take compute time (sockets and sums on a CPU, some streaming multiprocessors on a GPU) and memory bandwidth,
-which slows down what is computed meanwhile. So some work is timed alone, then collectives that take about as long, and
-then both at once. If they take nothing from each other, both at once last as long as the longer one; if they share
-everything, as long as the sum.
+which slows down concurrent computation. So a workload is timed alone, then collectives that take about as long, and then
+both at once. If they share no resources, both at once take as long as the longer one; if they share all, as long as the
+sum.
 
-On a CPU, the core seconds that collectives use are known as well, whatever else the machine does: they take at least what
-idle cores do not cover. Latency, during which nothing is taken, is counted too: it is a small part where so many bytes move
-and several collectives are under way.
+On a CPU, the core seconds that collectives use are also known, whatever else the machine runs: the part that idle cores do
+not cover is a lower bound on what is taken. Latency, during which no resources are taken, is counted as communication, too:
+it is a small part of it for this many bytes, with several collectives in flight.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from passes.world.process import ProcessWorld
 __all__ = ["time_contention"]
 
 _BYTES = 4 * 2**20
-_LASTING = 8  # collectives
+_LASTING = 8  # the most collectives in a round
 _TRIALS = 3
 
 
 def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock) -> float:
-    """The share of a second of communicating that is taken from what is computed meanwhile; every rank must call it.
+    """The share of communication time that is taken from concurrent computation. Every rank must call this.
 
     Args:
         world: has a process group for the axis.
@@ -37,7 +37,7 @@ def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock
         clock: of this rank.
 
     Returns:
-        Between 0, nothing is, and 1; of some rounds the median, the same on every rank.
+        A number from 0 (nothing is taken) to 1: the median of several rounds, the same on every rank.
     """
     _, tensor, _ = job("all_reduce", axis, world.mesh_shape[axis], _BYTES, clock.device)
     workload = Workload(clock.device)
@@ -73,7 +73,7 @@ def time_contention(world: ProcessWorld, axis: int, effort: Effort, clock: Clock
 
 
 def _processor_share(communicate: Callable[[], float]) -> float:
-    """The share of communicating that the ranks of this node take of its cores, but for those on which none computes."""
+    """The share of this node's cores that its ranks use to communicate, beyond the cores that no rank computes on."""
     begun = time.process_time()
     seconds = sum(communicate() for _ in range(_TRIALS))
     busy = (time.process_time() - begun) / seconds

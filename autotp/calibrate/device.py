@@ -36,22 +36,22 @@ _GIB = 2**30
 _LEAST_SLOWDOWN = 0.05
 _PROBE = (256, 256, 256)
 _ABSURD = 10.0
-#: How many times as long as the smallest product one takes on a GPU that rates are fitted to.
+#: On a GPU, rates are fitted to products that take more than this many times as long as the fastest one.
 _TELLING = 3.0
-#: A device has one half size: that of the dtypes that models are mostly trained in there.
+#: Kind of device -> the dtypes that its half size is fitted to: those that models are mostly trained in there.
 _DECISIVE = {"cpu": ("float32", "float64"), "cuda": ("bfloat16", "float16")}
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """What was measured of the device beside the figures themselves.
+    """The measurements of a device, besides its figures.
 
     Attributes:
         products: the fit of matrix products.
         slowdowns: kind of operator -> name of the function -> its slowdown at each size, smallest first.
-        slow: dtypes whose products take ten times as long as those of float32: their rates are of one small product.
-        left_out: dtypes whose products do not run.
+        slow: dtypes whose products take over ten times as long as those of float32; their rates are from one small product.
+        left_out: dtypes whose products cannot run.
     """
 
     products: ProductFit
@@ -60,7 +60,7 @@ class DeviceFit:
     left_out: tuple[str, ...]
 
     def spread(self, kind: str) -> tuple[float, float]:
-        """The least and the largest slowdown of a kind."""
+        """The smallest and the largest slowdown of a kind of operator."""
         found = [value for values in self.slowdowns[kind].values() for value in values]
         return min(found), max(found)
 
@@ -68,13 +68,13 @@ class DeviceFit:
 def calibrate_device(
     clock: Clock, effort: Effort, local_ranks: int, progress: Callable[[str], None]
 ) -> tuple[Device, DeviceFit]:
-    """Measures on all ranks at once; the same on every rank.
+    """Measures the device of every rank, on all ranks at once. Returns the same on every rank.
 
     Args:
         clock: of this rank.
         effort: how long to measure.
-        local_ranks: how many ranks share the node's memory.
-        progress: called at every stage.
+        local_ranks: the number of ranks that share the memory of a node.
+        progress: called with a description of every stage.
     """
     seconds, turns = effort.kernel_seconds, _turns(clock)
     progress("device: memory and launches")
@@ -89,7 +89,7 @@ def calibrate_device(
         kind = _DTYPES[dtype]
         times[dtype] = _together(clock, turns, functools.partial(_products, shapes, kind, clock, seconds))
     decisive = [dtype for dtype in _DECISIVE[clock.device.type] if dtype in dtypes]
-    # A GPU takes some microseconds for the smallest product: what takes little more shows no rate.
+    # A GPU takes some microseconds for even the smallest product: the time of those that take little more shows no rate.
     least = _TELLING if clock.device.type == "cuda" else 0.0
     telling = {
         dtype: [(shape, took) for shape, took in zip(shapes, each, strict=True) if took > least * min(each)]
@@ -103,7 +103,7 @@ def calibrate_device(
     )
     plain = Device("", products.rates, 1.0, bandwidth, 0.0, half_size=products.half_size)
     rates = dict(products.rates)
-    for dtype, took in slow.items():  # one operation a second takes so many times as long as was measured
+    for dtype, took in slow.items():  # the ratio of times at 1 FLOP/s and as measured is the rate
         once = replace(plain, flops={"float32": 1.0, dtype: 1.0})
         rates[dtype] = float(compute.seconds(2 * math.prod(_PROBE), 0.0, once, dtype, dims=_PROBE)) / took
     progress("device: operators")
@@ -130,7 +130,7 @@ def calibrate_device(
 
 
 def _ideal(operator: Operator, device: Device) -> float:
-    """Seconds of an operator with its backward pass by the roofline, launches left out."""
+    """Seconds of an operator with its backward pass by the roofline, without launches."""
     dtype = str(operator.inputs[0].dtype)
     return float(compute.seconds(3 * operator.flop, 3 * operator.bytes, device, dtype, dims=operator.dims))
 
@@ -144,10 +144,10 @@ def _operator(operator: Operator, clock: Clock, seconds: float) -> list[float]:
 
 
 def _together(clock: Clock, turns: float, measure: Callable[[], list[float]]) -> list[float]:
-    """Seconds that ranks take when all of them compute: medians over the ranks, which measure at the same time.
+    """Medians over the ranks of the seconds that each measures, while all of them compute at the same time.
 
-    Ranks that take turns on their cores cannot all be timed together: what one of them gets depends on the slices that the
-    scheduler happens to give. There one for each core is timed, and its seconds are counted as often as it has turns.
+    Ranks that share cores cannot all be timed together: the time of each depends on the time slices that the scheduler
+    happens to assign. Then only one rank per core is timed, and its seconds are multiplied by ``turns``.
     """
     clock.barrier()
     mine = measure() if dist.get_rank() % math.ceil(turns) == 0 else []
@@ -157,9 +157,9 @@ def _together(clock: Clock, turns: float, measure: Callable[[], list[float]]) ->
 
 
 def _dtypes(clock: Clock) -> tuple[list[str], Mapping[str, float], tuple[str, ...]]:
-    """Which dtypes to measure, seconds of a small product of those that would take too long, and those that do not run.
+    """(dtypes to measure, dtypes that would take too long -> seconds of a small product, dtypes that cannot run).
 
-    A CPU without units of their own converts 16-bit floats one by one.
+    A CPU without units for 16-bit floats converts them one by one.
     """
 
     def probe(dtype: str) -> float:
@@ -176,7 +176,7 @@ def _dtypes(clock: Clock) -> tuple[list[str], Mapping[str, float], tuple[str, ..
 
 
 def _turns(clock: Clock) -> float:
-    """How many ranks share a core, if this machine has more of them than cores: containers, or an emulated cluster."""
+    """The most threads of ranks per core on any machine, at least 1. More in containers, or in an emulated cluster."""
     if clock.device.type != "cpu":
         return 1.0
     try:
@@ -194,13 +194,13 @@ def _turns(clock: Clock) -> float:
 
 
 def _identity(clock: Clock, local_ranks: int) -> tuple[str, float]:
-    """The device's name as rank 0 has it, and the least of the ranks' memories, in bytes."""
+    """The name of rank 0's device, and the smallest memory of any rank, in bytes."""
     if clock.device.type == "cuda":
         properties = torch.cuda.get_device_properties(clock.device)
         name, memory = properties.name, float(properties.total_memory)
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # Whole GiB: nodes that differ by a few pages that the firmware keeps must give the same plan.
+        # Whole GiB: nodes that differ by a few pages reserved by the firmware must give the same plan.
         name, memory = _cpu_name(), float(max(total // local_ranks // _GIB, 1) * _GIB)
     names = [name]
     dist.broadcast_object_list(names, src=0, device=clock.device)

@@ -1,10 +1,10 @@
 """Calibration: measures the machine that this job runs on, and fits a topology to it.
 
 Two levels are distinguished by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
-collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. What the
-levels then predict for a group across both, which no fit has seen, is compared with what it takes. Last, whole steps of a
-small model show how much of their rates kernels and collectives keep in a step. Of a job of one process, the device alone
-is measured.
+collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. Then the
+predictions for the group of all ranks, to which no bandwidth is fitted, are compared with measurements. Last, whole steps
+of a small model show which share of their rates kernels and collectives reach in a step. In a job of one process, no
+collectives are measured.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from passes.world.process import ProcessWorld
 __all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
 
 _NOT_SHARED = 1.25
-#: Bytes of a collective that is all latency.
+#: Bytes of a collective whose time is latency alone.
 _SMALL = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class LevelFit:
-    """One collective on one level.
+    """The fit of one collective on one level.
 
     Attributes:
-        level: the level's name.
-        link: latency and bandwidth of one ring, and the errors.
-        timings: what was measured, smallest first.
+        level: the name of the level.
+        link: latency and bandwidth of one ring, and the errors of the fit.
+        timings: the measurements, smallest size first.
     """
 
     level: str
@@ -52,24 +52,24 @@ class LevelFit:
 
     @property
     def outliers(self) -> int:
-        """How many repetitions were dropped."""
+        """The number of repetitions that were dropped."""
         return sum(timing.sample.outliers for timing in self.timings)
 
     @property
     def repetitions(self) -> int:
-        """How many repetitions there were."""
+        """The number of repetitions, including the dropped ones."""
         return sum(timing.sample.repetitions for timing in self.timings)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One collective over all ranks, which was not fitted.
+    """The predicted and the measured time of one collective over all ranks, to which no bandwidth is fitted.
 
     Attributes:
         kind: one of `costmodel.COLLECTIVES`.
         volume: bytes of the whole tensor.
-        predicted: seconds by the topology.
-        measured: seconds.
+        predicted: seconds predicted with the topology.
+        measured: seconds measured.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Predicted over measured less one."""
+        """Predicted over measured seconds, minus 1."""
         return self.predicted / self.measured - 1
 
 
@@ -89,13 +89,13 @@ class Calibration:
 
     Attributes:
         topology: the machine, for planning.
-        fits: how well each collective on each level is fitted, the innermost level first.
-        checks: predicted and measured times of collectives over all ranks; empty where there is one level.
-        device: how well the device's figures are fitted.
-        concurrency: how many times longer an all_gather between the nodes takes when every rank takes part than when one of
-            each node does; None where a node has one rank, or there is one node.
-        steps: how much longer whole steps took than the sum of their parts; the topology's rates are those that fits gave,
-            divided by it.
+        fits: the fit of each collective on each level, innermost level first.
+        checks: predicted and measured times of collectives over all ranks; empty unless there are two levels.
+        device: the fit of the device's figures.
+        concurrency: how many times longer an all_gather between the nodes takes if all ranks take part than if one rank of
+            each node does; None if nodes have one rank, or there is one node.
+        steps: how much longer whole steps take than the sum of their parts; the topology's rates are the fitted ones,
+            divided by its factor.
     """
 
     topology: Topology
@@ -107,10 +107,10 @@ class Calibration:
 
 
 def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) -> tuple[int, int]:
-    """(nodes, ranks of each), from torchrun's variables; all ranks on one node where they are not set.
+    """(nodes, ranks of each node), from torchrun's environment variables; one node if they are not set.
 
     Raises:
-        AutotpError: the nodes have different numbers.
+        AutotpError: the nodes have different numbers of ranks.
     """
     text = environ.get("LOCAL_WORLD_SIZE", str(world_size))
     local = whole_of(text, "environment: LOCAL_WORLD_SIZE", most=MOST_DEVICES)
@@ -125,15 +125,15 @@ def shape_of_job(world_size: int, environ: dict[str, str] | os._Environ[str]) ->
 def calibrate(
     *, quick: bool = False, name: str = "calibrated", progress: Callable[[str], None] | None = None
 ) -> Calibration:
-    """Measures this job's machine. Every process of an initialised process group must call it with the same arguments.
+    """Measures this job's machine. Every process of an initialised process group must call this with the same arguments.
 
     Args:
-        quick: measure fewer and smaller sizes, less often.
-        name: the topology's.
-        progress: called at every stage, on every rank.
+        quick: whether to measure fewer and smaller sizes, with fewer repetitions.
+        name: of the topology.
+        progress: called with a description of every stage, on every rank.
 
     Returns:
-        The same on every rank.
+        The calibration, the same on every rank.
 
     Raises:
         AutotpError: there is no process group, or nodes have different numbers of processes.
@@ -178,7 +178,7 @@ class _Job:
         shares = [time_contention(self.world, axis, self.effort, self.clock) for axis in kinds]
         levels = [replace(level, contention=share) for level, share in zip(levels, shares, strict=True)]
         device, device_fit = calibrate_device(self.clock, self.effort, self.shape[1], self.progress)
-        # One device exchanges nothing; a topology has a level all the same.
+        # A topology has at least one level, even if a single device exchanges nothing on it.
         topology = Topology(name, device, tuple(levels) or (Level("node", 1, device.memory_bandwidth, 0.0),), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
@@ -195,10 +195,10 @@ class _Job:
         return LevelFit(level, fit_link(kind, self.shape[axis], volumes, seconds, self.library), timings)
 
     def split(self, levels: Sequence[Level], fits: Sequence[Sequence[LevelFit]]) -> list[Level]:
-        """The levels with what a fit cannot separate from latency put where it belongs: each collective's overhead.
+        """The levels with each collective's overhead separated from its latency, which the fit of one level cannot do.
 
-        A fit knows what a collective of no bytes costs among the groups of one level. Groups of another size show how much
-        of that grows with the hops of a ring: all ranks together where there are two levels, else pairs.
+        A fit has the time of an empty collective in the groups of one level. Groups of another size show how much of that
+        grows with the hops of a ring: the group of all ranks if there are two levels, else pairs.
         """
         sizes = [fit[0].link.ranks for fit in fits]
         if not levels or len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
@@ -216,7 +216,7 @@ class _Job:
             timing = time_collective(other, len(other.mesh_shape) - 1, kind, _SMALL, self.effort, self.clock)
             turns = 2 if kind == "all_reduce" else 1
             crossed = steps
-            if kind == "all_to_all" and len(levels) > 1:  # every rank sends to each of another node
+            if kind == "all_to_all" and len(levels) > 1:  # every rank sends to each rank of other nodes
                 crossed = [self.shape[1] - 1, (self.shape[0] - 1) * self.shape[1]]
             links = [fit[number].link for fit in fits]
             intercepts = [turns * h * link.latency for h, link in zip(hops, links, strict=True)]
@@ -231,7 +231,7 @@ class _Job:
         return [replace(level, measured=found) for level, found in zip(levels, measured, strict=True)]
 
     def concurrency(self, axis: int, together: LevelFit) -> float:
-        """How many times longer the largest all_gathers take with all groups at once than with one."""
+        """How many times longer the largest all_gathers take with all groups at once than with one group alone."""
         self.progress("network: one ring alone")
         ratios = []
         for timing in together.timings[-2:]:
@@ -257,12 +257,12 @@ class _Job:
 
 
 def _two(volumes: Sequence[int]) -> list[int]:
-    """One from the middle and the last."""
+    """The middle one and the last of some volumes."""
     return sorted({volumes[(len(volumes) - 1) // 2], volumes[-1]}) if volumes else []
 
 
 def _level(name: str, size: int, fits: Sequence[LevelFit], rings: int, shared: bool) -> Level:
-    """A level from its collectives; an uplink carries as much as all rings that were measured through it at once."""
+    """A level from the fits of its collectives; its uplink has the bandwidth of all ``rings`` measured through it."""
     measured = {fit.link.kind: Measured(fit.link.bandwidth * rings, fit.link.latency) for fit in fits}
     own = measured["all_gather"]
     return Level(name, size, own.bandwidth, own.latency, shared=shared, measured=measured)

@@ -1,10 +1,10 @@
-"""Times what one device computes: matrix products, typical operators with their backward pass, its memory, its launches.
+"""Times the kernels of one device: matrix products, typical operators with their backward pass, memory access, launches.
 
-Every rank measures at the same time, since in a step all of them compute at once and share the memory's bandwidth, the
-caches and the power. Each figure is the median over the ranks of every rank's own median.
+All ranks measure at the same time, since in a step all of them compute at once and share memory bandwidth, caches and
+power. Each figure is the median over the ranks of each rank's median.
 
-On a GPU, calls are recorded in a CUDA graph and replayed: Python launches small kernels slower than they run, but in a step
-of larger ones it is ahead of them. There, too, operators are timed in the dtype that models are mostly trained in.
+On a GPU, calls are recorded in a CUDA graph and replayed: Python launches small kernels more slowly than they run, but runs
+ahead of the larger kernels of a step. Operators are timed in the dtype that models are mostly trained in on the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _CHAIN = 50
-#: Repetitions of a call.
+#: Bounds on the repetitions of a call.
 _FEWEST, _MOST = 5, 50
 _REPEATS = 8
 #: Calls in a CUDA graph.
@@ -43,7 +43,7 @@ _RECORDED = 10
 #: Kind of device -> the dtype that models are mostly trained in there.
 TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _ACTIVATIONS = (2**16, 2**18, 2**20)
-"""Elements: 0.25, 1 and 4 MiB of float32, what a rank holds of one tensor when some ranks share a small model."""
+"""Elements of activations: 0.25, 1 and 4 MiB of float32, as in one rank's shard if some ranks share a small model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class Operator:
     Attributes:
         kind: one of ``costmodel.KINDS``.
         name: the function's name.
-        function: runs it forward.
-        inputs: what needs a gradient.
-        flop: of one forward operator, as `passes.rules.table` counts them.
-        bytes: of its operands and results.
-        dims: m, k, n where it is a matrix product.
-        count: how many of them run, one on the result of the other. In a step, too, what an operator works on has been
-            pushed out of the caches by others since it was written.
+        function: runs ``count`` operators forward.
+        inputs: the tensors whose gradients are computed.
+        flop: FLOP of one operator's forward pass, as `passes.rules.table` counts them.
+        bytes: of one operator's operands and results.
+        dims: m, k, n of a matrix product; None for other operators.
+        count: the number of operators that run, each on the result of the previous one. As in a step, other operators then
+            evict an operator's tensors from the caches before they are read.
     """
 
     kind: str
@@ -73,12 +73,12 @@ class Operator:
 
 
 def time_call(function: Callable[[], object], clock: Clock, seconds: float) -> float:
-    """Seconds of a call: the median over repetitions of as many calls as the clock can resolve.
+    """Seconds of a call: the median over repetitions, each of as many calls as the clock needs to resolve them.
 
     Args:
-        function: what to call.
+        function: the function to time.
         clock: of this rank.
-        seconds: that it should take altogether, about.
+        seconds: the approximate total of all repetitions.
     """
     recorded = 1
     if clock.device.type == "cuda":
@@ -102,10 +102,10 @@ def time_call(function: Callable[[], object], clock: Clock, seconds: float) -> f
 
 
 def _replayed(function: Callable[[], object], clock: Clock) -> Callable[[], None]:
-    """Repeats some calls of a function without Python."""
+    """A function that replays ``_RECORDED`` calls of a function as a CUDA graph."""
     aside = torch.cuda.Stream(clock.device)
     aside.wait_stream(torch.cuda.current_stream(clock.device))
-    with torch.cuda.stream(aside):  # what libraries allocate in a first call is not part of the graph
+    with torch.cuda.stream(aside):  # libraries allocate memory in the first call, outside the graph
         function()
     clock.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -116,7 +116,7 @@ def _replayed(function: Callable[[], object], clock: Clock) -> Callable[[], None
 
 
 def time_launch(clock: Clock, seconds: float) -> float:
-    """Seconds of one of the three launches that the cost model counts for an operator with its backward pass."""
+    """Seconds of a launch, of which the cost model counts three for an operator with its backward pass."""
     start = torch.ones(16, device=clock.device, requires_grad=True)
     factor, gradient = torch.ones(16, device=clock.device), torch.ones(16, device=clock.device)
 
@@ -130,14 +130,14 @@ def time_launch(clock: Clock, seconds: float) -> float:
 
 
 def time_memory(clock: Clock, seconds: float) -> float:
-    """Bytes/s of adding two tensors that no cache holds."""
+    """The memory bandwidth in bytes/s, measured by the addition of two tensors that are larger than any cache."""
     elements = 2**28 if clock.device.type == "cuda" else 2**23
     left, right, result = (torch.ones(elements, device=clock.device) for _ in range(3))
     return 3 * 4 * elements / time_call(lambda: torch.add(left, right, out=result), clock, seconds)
 
 
 def product_sizes(largest: int, smallest: int = 32) -> list[tuple[int, int, int]]:
-    """m, k, n: cubes, and products that are short in one dim or two, each in every orientation."""
+    """(m, k, n) of the products to time: cubes, and products with one or two short dims, in every orientation."""
     count = int(math.log2(largest / smallest)) + 1
     sides = [smallest * 2**k for k in range(count)]
     shapes = [(side, side, side) for side in sides]
@@ -149,7 +149,7 @@ def product_sizes(largest: int, smallest: int = 32) -> list[tuple[int, int, int]
 
 
 def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, seconds: float) -> float:
-    """Seconds of one matrix product, forward."""
+    """Seconds of the forward pass of one matrix product."""
     m, k, n = dims
     rows = torch.rand(m, k, device=clock.device).to(dtype)
     weight = torch.rand(n, k, device=clock.device).to(dtype)
@@ -158,7 +158,7 @@ def time_product(dims: tuple[int, int, int], dtype: torch.dtype, clock: Clock, s
 
 
 def time_operator(operator: Operator, clock: Clock, seconds: float) -> float:
-    """Seconds of one operator forward and backward."""
+    """Seconds of the forward and the backward pass of one operator."""
     gradient = torch.ones_like(operator.function())
     each = time_call(lambda: torch.autograd.grad(operator.function(), operator.inputs, gradient), clock, seconds)
     return each / operator.count
@@ -171,9 +171,9 @@ def edges(clock: Clock, effort: Effort) -> tuple[int, int]:
 
 
 def operators(device: torch.device) -> Iterator[Operator]:
-    """Typical operators at the sizes of local shards, one after the other so that only one's tensors are held."""
+    """Yields typical operators at the sizes of local shards, one by one so that only the tensors of one are held."""
     for elements in _ACTIVATIONS:
-        # A GPU's shards are of larger models.
+        # Models on GPUs are larger, and so are their shards.
         for make in (_linear, _convolution, _attention, _layer_norm, _group_norm, _softmax, _gelu, _mul, _embedding, _cat):
             yield make(elements * (16 if device.type == "cuda" else 1), device)
 
@@ -211,7 +211,7 @@ def _linear(elements: int, device: torch.device) -> Operator:
 
 def _convolution(elements: int, device: torch.device) -> Operator:
     x, weights = _tensor(device, elements // 2**14, 64, 16, 16), _tensors(device, 64, 64, 3, 3)
-    # Only products have dims in the cost model: a convolution runs at the full rate, but for its slowdown.
+    # Only products have dims in the cost model: a convolution runs at the full rate, divided by its slowdown.
     return Operator(
         "convolution", "conv2d", _repeat(lambda y, i: F.conv2d(y, weights[i], padding=1), x), (x, *weights),
         2.0 * elements * 64 * 9, _size(x, weights[0], x), None, _REPEATS,

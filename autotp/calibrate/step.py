@@ -1,8 +1,8 @@
-"""Times whole steps of a reference model, and slows the figures down to what a step reaches.
+"""Times whole steps of a reference model, and reduces the fitted rates to those that a step reaches.
 
-Kernels and collectives are timed one by one; in a step each finds other data in the caches, ranks come to a collective at
-different times, and Python runs in between. The ratio of a step's time to the sum of its parts is much the same for all
-plans. So steps of a small model of our own are timed under some plans, and every rate is divided by the mean ratio.
+Kernels and collectives are timed one by one. In a step, each finds other data in the caches, ranks reach a collective at
+different times, and Python runs in between. The ratio of a step's time to the sum of its parts is about the same for all
+plans. So steps of a small reference model are timed under some plans, and every rate is divided by the mean ratio.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StepFit:
     """How much longer steps take than the sum of their parts.
 
     Attributes:
-        factor: the geometric mean, within 1 and 2: what rates are divided by.
-        ratios: plan -> measured over predicted.
+        factor: the geometric mean of the ratios, clamped to [1, 2], by which rates are divided.
+        ratios: plan -> measured over predicted seconds.
     """
 
     factor: float
@@ -69,14 +69,14 @@ class _Reference(nn.Module):
 def fit_steps(
     topology: Topology, shape: tuple[int, int], clock: Clock, effort: Effort, progress: Callable[[str], None]
 ) -> StepFit:
-    """Times steps on all ranks; the same on every rank.
+    """Times steps of the reference model on all ranks, under several plans. Returns the same fit on every rank.
 
     Args:
-        topology: as fitted, for the predictions.
-        shape: nodes, and ranks of each.
+        topology: the fitted topology, for the predictions.
+        shape: (nodes, ranks of each node).
         clock: of this rank.
         effort: how long to measure.
-        progress: called for every plan.
+        progress: called with the name of each plan.
     """
     ranks = math.prod(shape)
     names = ("data", "megatron-1d", "zero3") if ranks > 1 else ("data",)
@@ -113,7 +113,7 @@ def _step(parallel: nn.Module, args: tuple[Tensor, ...]) -> None:
 
 
 def slowed(topology: Topology, factor: float) -> Topology:
-    """The machine with every rate divided, and every latency multiplied, by a factor."""
+    """The topology with every rate divided by a factor, and every latency and overhead multiplied by it."""
     return replace(
         topology, device=_slower_device(topology.device, factor), levels=tuple(_slower(x, factor) for x in topology.levels)
     )

@@ -1,4 +1,4 @@
-"""Parsing of the commands' options: models by reference, meshes, amounts of memory; and progress messages."""
+"""Parses options of commands, such as models by reference, meshes and amounts of memory; and shows progress messages."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ __all__ = [
 
 
 def beginning(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """For a shell's completion: those of ``known`` that begin with what was typed."""
+    """A function for shell completion: returns the names of ``known`` that begin with the typed text."""
     return lambda incomplete: [name for name in known if name.startswith(incomplete)]
 
 
-# Options that several commands have.
+# Options that several commands share.
 Memory = Annotated[str | None, typer.Option(help='Memory to use on each device, such as "80 GB"; left out, all of it.')]
 Mode = Annotated[str, typer.Option(help="train or inference.")]
 Accumulate = Annotated[
@@ -91,10 +91,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def output_option(text: str) -> Any:
-    """An option that names a file to write; that it can be written is checked before the work.
+    """An option that names an output file, and that checks, before the command runs, that the file can be written.
 
     Args:
-        text: its help.
+        text: the help of the option.
     """
 
     def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
@@ -115,7 +115,7 @@ Timeline = Annotated[
 
 
 def check_timeline(timeline: bool | None, html: Path | None) -> None:
-    """Refuses an option of the report where there is none."""
+    """Rejects ``--timeline`` and ``--no-timeline`` if there is no report."""
     if timeline is not None and html is None:
         raise AutotpError("--timeline and --no-timeline are for the report: give --html FILE too")
 
@@ -123,7 +123,7 @@ def check_timeline(timeline: bool | None, html: Path | None) -> None:
 Everything = Annotated[bool, typer.Option("--all", help="Show the cheap operators too.")]
 
 
-_SAID = 2000  # characters of what a user's exception says
+_SAID = 2000  # characters shown of the message of a user's exception
 
 
 class ModelSpecError(AutotpError):
@@ -131,11 +131,11 @@ class ModelSpecError(AutotpError):
 
 
 def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    """Call the factory that a text names.
+    """Calls the factory that ``--model`` names.
 
     Args:
-        spec: as `find_factory` takes it.
-        devices: given to a factory that has an argument of that name, which may make its batch by it.
+        spec: the value of ``--model`` (see `find_factory`).
+        devices: passed to a factory that has an argument of that name, which may choose its batch by it.
 
     Returns:
         The model, its positional example inputs, and those by keyword (None when the factory gave none).
@@ -149,7 +149,7 @@ def load_model(spec: str, devices: int = 1) -> tuple[nn.Module, tuple[Any, ...],
 def call_factory(
     factory: Callable[..., Any], spec: str, devices: int = 1
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any] | None]:
-    """`load_model` for a factory that was found already; ``spec`` is for messages."""
+    """`load_model` for a factory that `find_factory` returned; ``spec`` is for error messages."""
     called = f"{name[:80]}()" if (name := spec.rpartition(":")[2]).isidentifier() else "making the model"
     with _as_it_was(spec, called):
         try:
@@ -162,13 +162,13 @@ def call_factory(
         return example_of(made)
     except AutotpError as error:
         raise ModelSpecError(f"--model {shown(spec)}: {error}") from error
-    except Exception as error:  # of a class of the user's
+    except Exception as error:  # raised by a class of the user's
         raise ModelSpecError(f"--model {shown(spec)}: what {called} returns raised {described(error)}") from error
 
 
 @contextmanager
 def _as_it_was(spec: str, what: str) -> Iterator[None]:
-    """Around code of the user's: standard streams, and the directory that relative paths begin at, are then as before."""
+    """Restores ``sys.stdout``, ``sys.stderr`` and the working directory after code of the user's."""
     output, here = (sys.stdout, sys.stderr), os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
         yield
@@ -181,15 +181,15 @@ def _as_it_was(spec: str, what: str) -> Iterator[None]:
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
-    """The factory with a name, as given to ``--model``.
+    """The factory that the value of ``--model`` names.
 
     Args:
-        spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current
-            one, is searched for what it imports. Or a Hugging Face ``config.json``, as `autotp.cli.huggingface.configured`
-            takes it, with its options behind a colon: ``config.json:batch=16,dtype=bfloat16``.
+        spec: ``FILE.py:FACTORY`` or ``package.module:factory``; the directory of the file, or the current directory, is
+            put on ``sys.path``. Or a Hugging Face ``config.json`` (see `autotp.cli.huggingface.configured`), with its
+            options after a colon: ``config.json:batch=16,dtype=bfloat16``.
 
     Raises:
-        ModelSpecError: The text, the file or the function is not there; says which.
+        ModelSpecError: The text cannot be parsed, or the file or the function does not exist; says which.
     """
     file, _, options = spec.partition(".json")
     if os.path.isfile(f"{file}.json") or spec.endswith(".json"):
@@ -205,10 +205,10 @@ def find_factory(spec: str) -> Callable[..., Any]:
     module = _import(where, spec)
     try:
         factory = getattr(module, attribute, None)
-    except (Exception, SystemExit) as error:  # modules may import what they have when it is asked for
+    except (Exception, SystemExit) as error:  # the module may have a ``__getattr__``, which may import
         raise ModelSpecError(f"--model {shown(spec)}: {attribute[:80]} raised {described(error)}") from error
     if not callable(factory):
-        # What a module puts into sys.modules in its own place is whatever it likes.
+        # A module may replace itself in sys.modules by any object, which may have no __dict__.
         known = [n for n, value in getattr(module, "__dict__", {}).items() if callable(value) and not n.startswith("_")]
         raise ModelSpecError(
             f"--model {shown(spec)}: {where} has no function {shown(attribute)}; it has {', '.join(known) or 'none'}"
@@ -243,13 +243,13 @@ def _import(where: str, spec: str) -> ModuleType:
             source = importlib.util.spec_from_file_location(path.stem, path.resolve())
             assert source is not None and source.loader is not None, path
             module = importlib.util.module_from_spec(source)
-            # Dataclasses and pickling look a class's module up by its name while it is being made.
+            # Dataclasses and pickle look up the module of a class by its name while the module is still being executed.
             sys.modules.setdefault(path.stem, module)
             source.loader.exec_module(module)
             return module
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the module may end the process, or have exceptions of its own
+        except BaseException as error:  # the module may call sys.exit, or raise exceptions of its own
             raise ModelSpecError(f"--model {shown(spec)}: importing {shown(where)} raised {described(error)}") from error
 
 
@@ -261,8 +261,8 @@ def _here() -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error of the user's own code, and where in that code it happened."""
-    # The innermost frame is where the user has to look, unless it is a library's.
+    """An error as text: its type, its message, and the innermost line of the user's own code in its traceback."""
+    # Frames of libraries are skipped: the user has to look at the innermost frame of their own code.
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -284,7 +284,7 @@ def _is_library(file: str) -> bool:
 
 
 def topologies(incomplete: str) -> list[str]:
-    """For shell completion: presets, and TOML files."""
+    """For shell completion: the names of presets, TOML files and directories that begin with the typed text."""
     files = [str(path) for path in Path().glob(f"{glob.escape(incomplete)}*") if path.is_dir() or path.suffix == ".toml"]
     return beginning(Topology.preset_names())(incomplete) + sorted(files)
 
@@ -319,7 +319,7 @@ def memory_of(text: str) -> float:
 
 
 def save_plan(plan: Plan, path: Path | None) -> None:
-    """Writes a plan to the file that ``--save`` gives, if any."""
+    """Writes a plan to the file that ``--save`` names, if it is given."""
     if path is not None:
         try:
             plan.save(path)
@@ -330,7 +330,7 @@ def save_plan(plan: Plan, path: Path | None) -> None:
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Shows the current activity on stderr, if it is a terminal."""
-    # On stderr, and nothing at all where stderr is no terminal: stdout stays clean for pipes.
+    # On stderr, and only if stderr is a terminal, so that stdout has nothing but the result when piped.
     with Terminal(stderr=True).status(f"{what} …"), native_output_on_stderr():
         yield
 

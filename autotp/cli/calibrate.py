@@ -52,10 +52,10 @@ def calibrate_command(
         _start()
         _check_output(output, force, name)
     except AutotpError:
-        # A group that is still there when the interpreter ends may abort the process.
+        # A process group that still exists when the interpreter exits may abort the process.
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Every rank finds the same mistake, and one reports it.
+        # Every rank finds the same error; only one reports it.
         if not reports:
             raise typer.Exit(2) from None
         raise
@@ -93,10 +93,12 @@ def _start() -> None:
 
 
 def _check_output(output: Path, force: bool, name: str) -> None:
-    """Refuses a file that is there or cannot be, before any measuring; rank 0 looks, and all ranks hear of it.
+    """Checks, before measuring, that the output file can be written, and may be replaced if it exists.
+
+    Rank 0 checks, and broadcasts the result.
 
     Raises:
-        AutotpError: on every rank, the same.
+        AutotpError: the file cannot be written, or exists and ``force`` is false; the same error on every rank.
     """
     said = [_refusal(output, force, name) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(said, src=0)
@@ -109,7 +111,7 @@ def _refusal(output: Path, force: bool, name: str) -> str:
         return "--name '': give the topology a name"
     if os.path.isdir(output):
         return f"--output {output}: is a directory; name a file, such as cluster.toml"
-    # What is no file, such as /dev/stdout, is written to and not replaced.
+    # Anything but a regular file, such as /dev/stdout, is written to instead of replaced.
     if os.path.isfile(output) and not force:
         return f"--output {output}: is there already; give another name, or --force to replace it"
     try:
@@ -121,7 +123,7 @@ def _refusal(output: Path, force: bool, name: str) -> str:
 
 @contextmanager
 def _progress(first: bool) -> Iterator[Callable[[str], None]]:
-    """Reports every stage on rank 0's stderr: on a terminal in a line that is updated, otherwise in one line each."""
+    """Yields a function that reports a stage on rank 0's stderr: in one updated line on a terminal, else in a new line."""
     if not first:
         yield lambda stage: None
         return
@@ -134,7 +136,7 @@ def _progress(first: bool) -> Iterator[Callable[[str], None]]:
 
 
 def calibration_toml(calibration: Calibration) -> str:
-    """The topology as TOML, with where it comes from and how well it fits as comments."""
+    """The topology as TOML, with comments that give its origin and the errors of the fits."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     levels = " x ".join(f"{level.size} {level.name}" for level in reversed(calibration.topology.levels))
     header = [
@@ -172,7 +174,7 @@ def calibration_toml(calibration: Calibration) -> str:
 
 
 def calibration_table(calibration: Calibration) -> RenderableType:
-    """Prints the measured figures and how well they fit."""
+    """The measured figures and the errors of the fits, as a rich renderable."""
     parts: list[RenderableType] = [_links_table(calibration)] if calibration.fits else []
     if calibration.concurrency is not None:
         parts.append(f"all ranks of a node at once take {calibration.concurrency:.2f} × as long as one between nodes")

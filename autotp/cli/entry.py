@@ -1,6 +1,6 @@
-"""The command line: plan a model for a machine without having it, look at topologies, and the commands of other files.
+"""The command line: the commands ``plan`` and ``topology``, and those of the other modules.
 
-A mistake of the user's ends with ``error: ...`` on stderr and exit code 2, never with a traceback.
+Wrong input ends with ``error: ...`` on stderr and exit code 2, never with a traceback.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from passes.capture import capture
 
 __all__ = ["app", "main"]
 
-# Typer has click's exceptions in its own copy, of which this is the one that is public.
+# click.UsageError of the copy of click inside Typer; only its subclass BadParameter is public.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 #: Options that name a file to write.
 _WRITTEN = ("--csv", "--dot", "--fit", "--html", "--output", "--plot", "--save")
-#: The environment variable that asks for tracebacks of what no input should lead to.
+#: The environment variable that requests the traceback of an unexpected error.
 _TRACEBACK = "AUTOTP_TRACEBACK"
 
 app = typer.Typer(
@@ -75,10 +75,10 @@ app = typer.Typer(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 when all went well, 2 when the input was at fault.
+    """Runs the command line and exits: with 0 on success, 2 if the input is wrong, 3 after an unexpected error.
 
     Args:
-        argv: Words after the program's name; left out, those of this process.
+        argv: The arguments after the program's name; by default, those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     open_streams()
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EPIPE):
             _fail_unexpectedly(error)
-        # What is left to write would fail once more when the process ends.
+        # Otherwise, writing the rest of the buffer would fail again when the process exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # whoever read it has enough, as head(1) has
+        if error.errno == errno.EPIPE:  # the reader closed the pipe, as head(1) does
             raise SystemExit(1) from None
         fail(f"the output cannot be written: {error.strerror}")
     except Exception as error:  # noqa: BLE001 - nobody who runs a command should have to read a traceback
@@ -109,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _require_apart(words: Sequence[str]) -> None:
-    """Refuses to write a file that the command reads, such as the model's, or writes by another option too.
+    """Rejects an output file that the command also reads, such as the model's, or also writes by another option.
 
-    ``reprice`` alone may put new prices in the place of those that it reads.
+    Only ``reprice`` may overwrite the plan that it reads.
     """
     options: dict[str, str] = {}
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -129,7 +129,7 @@ def _require_apart(words: Sequence[str]) -> None:
 
 
 def _fail_unexpectedly(error: Exception) -> NoReturn:
-    """Reports what no input should lead to, and exits with code 3."""
+    """Reports an error that no input should cause, and exits with code 3; raises it if `_TRACEBACK` is set."""
     if os.environ.get(_TRACEBACK):
         raise error
     fail(f"{described(error)}. This is a defect of autotp: please report it, with what {_TRACEBACK}=1 shows of it", 3)

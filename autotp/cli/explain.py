@@ -1,4 +1,4 @@
-"""``autotp explain``: an operator or the memory of a plan; or a collective, by every algorithm, in symbols and numbers."""
+"""``autotp explain``: explains an operator or the memory of a plan, or the time of a collective with every algorithm."""
 
 from __future__ import annotations
 

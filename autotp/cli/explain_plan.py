@@ -1,4 +1,4 @@
-"""``autotp explain`` for a plan: one operator's strategy, or what takes the memory, and what recomputing saves of it."""
+"""``autotp explain`` for a plan: the strategy of an operator, or the use of memory and what recomputation saves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from passes.capture import Captured, capture
 __all__ = ["captured_for", "explain_memory", "explain_node"]
 
 _SHOWN = 20
-_COLUMNS, _ROWS = 64, 6  # of the curve
+_COLUMNS, _ROWS = 64, 6  # size of the chart of memory, in characters
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _MOMENTS = 12
-#: What is shown of the moments of the backward pass: heading -> kinds.
+#: Columns of the table of the backward pass: heading -> the kinds of memory that are summed.
 _KINDS = {
     "kept": ("saved for the backward pass",),
     "recomputed": ("recomputed",),
@@ -35,13 +35,13 @@ _KINDS = {
 
 
 def captured_for(plan: Plan, model: str) -> Captured:
-    """The plan's model, captured anew."""
+    """Captures the model of a plan, with the plan's options."""
     module, args, kwargs = load_model(model, plan.devices)
     return capture(module, args, kwargs, plan.precision, plan.outputs, plan.observe)
 
 
 def explain_node(name: str, plan: Path, model: str, *, count: int, planned: int, as_json: bool) -> None:
-    """Prints the cost of an operator of a plan, and the alternatives."""
+    """Prints the cost of an operator of a plan, and its alternative strategies."""
     loaded = Plan.load(plan)
     with working(f"explaining {name}"):
         found = explain_operator(captured_for(loaded, model), loaded, name, count=count, planned=planned)
@@ -111,7 +111,7 @@ def _alternatives(found: Explanation) -> RenderableType:
 
 
 def explain_memory(plan: Path, model: str, *, as_json: bool) -> None:
-    """Prints what a device's memory holds at the worst moment and along a step, and what recomputing saves and costs."""
+    """Prints what a device holds in memory at the peak and over a step, and what recomputation saves and costs."""
     loaded = Plan.load(plan)
     with working("walking through a step"):
         found = memory.explain_memory(captured_for(loaded, model), loaded)
@@ -140,7 +140,7 @@ def _pass(position: Position) -> str:
 
 
 def _curve(found: MemoryUse) -> RenderableType:
-    """The bytes held along a step, as a chart from the least to the most."""
+    """A chart of the bytes held over a step; its height spans their minimum to their maximum."""
     step = -(-len(found.curve) // _COLUMNS)
     columns = [found.curve[begin : begin + step] for begin in range(0, len(found.curve), step)]
     tops = [max(one.bytes for one in column) for column in columns]
@@ -156,7 +156,7 @@ def _curve(found: MemoryUse) -> RenderableType:
 
 
 def _along(found: MemoryUse) -> RenderableType:
-    """What is held at some moments of the backward pass."""
+    """A table of the bytes held at some positions of the backward pass, by kind."""
     behind = [place for place, one in enumerate(found.curve) if one.backward]
     some = {behind[len(behind) * row // _MOMENTS] for row in range(_MOMENTS)} if behind else set()
     table = Table("at the backward pass of", header_style="bold")

@@ -1,4 +1,4 @@
-"""Models of a Hugging Face config file: built on ``meta``, with example inputs, as a training step calls them."""
+"""Builds models from Hugging Face config files, by default on ``meta``, with the example inputs of a training step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from costmodel.text.numbers import figure, whole, whole_of
 
 __all__ = ["OPTIONS", "configured"]
 
-#: What may follow the file, as in ``config.json:batch=16,sequence=4096``, with what holds otherwise.
+#: Options after the file name, as in ``config.json:batch=16,sequence=4096``, and their defaults.
 OPTIONS = {"batch": "8", "sequence": "2048", "dtype": "float32", "device": "meta"}
 
 _LARGEST_CONFIG = 2**20  # bytes
-_SAID = 500  # characters of what transformers says
-_COUNTS = re.compile("layer|block|depth|stage|expert|group|flow|codebook|types")  # keys of numbers of modules
+_SAID = 500  # characters shown of a message of transformers
+_COUNTS = re.compile("layer|block|depth|stage|expert|group|flow|codebook|types")  # in keys that count modules
 _MOST_MODULES, _MOST_LABELS, _LARGEST_SIZE = 1024, 2**17, 2**31
 _MOST_PARTS = 2**17  # parameters and modules of a model
 _MOST_ELEMENTS = 2**28  # of example inputs
@@ -38,14 +38,14 @@ Made = tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]
 
 
 def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
-    """A factory of the model that a config describes.
+    """A factory that builds the model of a config file, and example inputs.
 
-    A language model or a classifier is given labels and returns its loss alone, as one that is trained does; the names of
-    its parameters stay.
+    A language model or a classifier is given labels and returns only its loss, as in training; the names of its parameters
+    do not change.
 
     Args:
         file: the config, as ``save_pretrained`` writes it.
-        options: of `OPTIONS`; left out, ``sequence`` is at most what the model has positions for.
+        options: values for `OPTIONS`; the default of ``sequence`` is limited to the positions that the model has.
 
     Raises:
         AutotpError: transformers is not installed; the file is not such a config; an option is unknown or wrong; or the
@@ -61,7 +61,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
     if data.get("quantization_config"):
         raise AutotpError(f"--model {file}: quantization_config is not followed; take it out to plan the model without")
     try:
-        # Not by the file's name: transformers would look for what is missing on the network.
+        # Not by the name of the file, with which transformers would look for missing files on the network.
         config = transformers.CONFIG_MAPPING[data["model_type"]].from_dict(data)
     except Exception as error:
         raise AutotpError(
@@ -69,7 +69,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
         ) from error
     config.use_cache = False
     if any(hasattr(config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        # The others route by what the data says, which no graph of fixed shapes can.
+        # The other implementations have data-dependent shapes, which a graph of fixed shapes cannot have.
         config._experts_implementation = "batched_mm"
 
     def build() -> Made:
@@ -86,7 +86,7 @@ def configured(file: Path, options: Mapping[str, str]) -> Callable[[], Made]:
 
 @contextmanager
 def _bounded(file: Path) -> Iterator[None]:
-    """Refuses a model of too many parts while it is made, whatever key says how many."""
+    """Rejects a model with too many parameters and modules while it is built, whichever keys of the config cause them."""
     parts = itertools.count(1)
 
     def count(*_: Any) -> None:
@@ -102,7 +102,7 @@ def _bounded(file: Path) -> Iterator[None]:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    """The config's keys, with numbers of which a model can be made."""
+    """Reads the keys of a config file, and checks that its numbers are not too large to build a model."""
     try:
         data = json.loads(read_text(file, _LARGEST_CONFIG))
     except OSError as error:
@@ -123,7 +123,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, int | float]]:
-    """All numbers of a config, with the keys that lead to them."""
+    """Yields every number in a config, with its key; nested keys are joined by dots."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
     elif isinstance(value, dict):

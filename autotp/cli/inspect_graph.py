@@ -1,4 +1,4 @@
-"""``autotp inspect --graph``: the forward or backward graph that a device runs, as it is predicted to run."""
+"""``autotp inspect --graph``: the forward or backward graph that a device runs, with its predicted schedule."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def show_graph(
     top: int | None,
     as_json: bool,
 ) -> None:
-    """Prints one of the two scheduled graphs of a plan's first device.
+    """Prints the scheduled forward or backward graph of a plan's first device.
 
     Raises:
-        AutotpError: there is no such graph, or it cannot be scheduled.
+        AutotpError: ``which`` is not one of `GRAPHS`, or the graph cannot be scheduled.
         PlanMismatchError: the plan is for another model or other inputs.
     """
     if which not in GRAPHS:

@@ -1,4 +1,4 @@
-"""``autotp inspect``, ``diff`` and ``reprice``: reading a plan, comparing two, and what one costs on another machine."""
+"""``autotp inspect``, ``diff`` and ``reprice``: shows a plan, compares two, and prices a plan on another machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def inspect_command(
     timeline: Timeline = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read a plan: layouts, collectives with their cost, work and memory of every operator, by the model's modules."""
+    """Show a plan by module: the layouts, the collectives with their cost, the work and the memory of every operator."""
     forms = {"--code": code, "--dot": dot, "--graph": graph, "--html": html, "--json": as_json and graph is None}
     if len(asked := [option for option, given in forms.items() if given]) > 1:
         raise AutotpError(f"{' and '.join(asked)} show a plan in different forms: give one of them")
@@ -105,7 +105,7 @@ def inspect_command(
 
 
 def _rows_shown(rows: Sequence[Row]) -> RenderableType:
-    """By module, each operator with its layouts and costs, and under it what moves."""
+    """The operators by module, each with its layouts and costs, followed by its reshards."""
     lines: list[RenderableType] = []
     module = None
     for row in rows:
@@ -144,7 +144,7 @@ def diff_command(
     second: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two plans of one model, operator by operator. Exits with 1 where they differ."""
+    """Compare two plans of one model, operator by operator. Exits with 1 if they differ."""
     found = difference(Plan.load(first), Plan.load(second))
     show(asdict(found), _difference_table(found), as_json)
     if found.settings or found.parameters or found.operators:
@@ -161,9 +161,9 @@ def reprice_command(
     save: Annotated[Path | None, output_option("Also write the plan with these prices to this JSON file.")] = None,
     everything: Everything = False,
 ) -> None:
-    """Price a plan on another machine, all of its decisions kept.
+    """Price a plan on another machine, with all of its decisions unchanged.
 
-    What is saved is a plan like any other: inspect, explain and diff work as for a plan that was made for that machine.
+    The result is an ordinary plan: inspect, explain and diff work as for a plan that was made for that machine.
     """
     loaded = Plan.load(plan)
     machine = Topology.load(topology).resized(loaded.devices)

@@ -39,12 +39,12 @@ NEGLIGIBLE = 0.002
 #: Columns that a terminal needs for the layouts to be shown.
 ROOM_FOR_LAYOUTS = 120
 
-#: Most operators that are named below the table: not in chunks, or replicated.
+#: The most operators that are listed below the table as not in chunks, or as replicated.
 _LISTED = 12
 
 
 def show_plan(plan: Plan, as_json: bool, everything: bool) -> None:
-    """Prints a plan, with its cheap operators or without."""
+    """Prints a plan as JSON or as a table; ``everything`` shows the cheap operators too."""
     if as_json:
         print(plan.to_json())
     else:
@@ -52,17 +52,17 @@ def show_plan(plan: Plan, as_json: bool, everything: bool) -> None:
 
 
 def place_of(module: str, source: str | None) -> str:
-    """Where in the model an operator is, for people."""
+    """The place of an operator in the model, as text: its module and its source line."""
     return " ".join(filter(None, (f"in {module}" if module else "", f"({source})" if source else "")))
 
 
 def plan_table(plan: Plan, limit: int | None = 40) -> RenderableType:
-    """Show a plan: the mesh, a strategy for every operator, the predicted step, memory, what has no rule.
+    """A plan as tables: the mesh, a strategy for every operator, the predicted step and memory, operators without a rule.
 
     Args:
         plan: The plan.
-        limit: The most rows shown; the cheapest operators, and those that take next to no time, are left out
-            and counted. None shows all.
+        limit: The most rows to show. The cheapest rows, and all below `NEGLIGIBLE`, are left out and counted. None shows
+            all.
 
     Returns:
         A rich renderable.
@@ -288,7 +288,7 @@ def _bandwidth(rate: float) -> str:
 
 
 def topology_table(topology: Topology) -> RenderableType:
-    """Show one topology: its device's rates and its levels, the innermost (fastest) first."""
+    """One topology as tables: the rates of its device, and its levels, the innermost (fastest) first."""
     device = topology.device
     grid = _grid()
     grid.add_row("topology", topology.name)
@@ -317,7 +317,7 @@ def topology_table(topology: Topology) -> RenderableType:
 
 
 def presets_table(topologies: Iterable[Topology]) -> Table:
-    """Show one row for each of several topologies."""
+    """A table with a row for each of several topologies."""
     table = Table(header_style="bold")
     table.add_column("preset", no_wrap=True)
     table.add_column("devices", justify="right")

@@ -18,7 +18,7 @@ from passes.capture import Captured
 
 __all__ = ["write_report"]
 
-#: Operators up to which the schedule is made without being asked for: tracing one takes about a millisecond each.
+#: The most operators for which the schedule is shown by default: tracing takes about a millisecond per operator.
 SCHEDULED = 20_000
 
 
@@ -26,15 +26,15 @@ def write_report(path: Path, model: nn.Module, captured: Captured, plan: Plan, t
     """Writes a plan's report.
 
     Args:
-        path: of the HTML file; it appears whole or not at all.
-        model: that was planned.
+        path: path of the HTML file, which is written completely or not at all.
+        model: the model that was planned.
         captured: the model's graph.
         plan: the plan.
-        timeline: whether to show the schedule; None: if the plan runs one, and unless the model is very large.
-        name: of the model.
+        timeline: whether to show the schedule; None: if the plan is for ``overlap``, and the model not very large.
+        name: the name of the model, for the title.
 
     Raises:
-        AutotpError: the file cannot be written.
+        AutotpError: the file cannot be written, or ``timeline`` is true and the graph cannot be scheduled.
         PlanMismatchError: the plan is for another model or other inputs.
     """
     wanted = timeline

@@ -76,7 +76,7 @@ def sweep_command(
     factory = find_factory(model)
     if weak and not takes_devices(factory):
         raise AutotpError(f"--weak: the factory of --model {model!r} has no argument `devices` to choose its batch by")
-    # Status on stderr, and nothing at all where that is no terminal: stdout stays clean for pipes.
+    # On stderr, and only if stderr is a terminal, so that stdout has nothing but the result when piped.
     with Terminal(stderr=True).status(f"building {model} …") as status, native_output_on_stderr():
         points = sweep(
             _loader(factory, model),
@@ -103,7 +103,7 @@ def sweep_command(
 
 
 def _loader(factory: Callable[..., Any], spec: str) -> Callable[..., Any]:
-    """The factory with its errors reported as the user's; the sweep looks at whether it takes ``devices``."""
+    """A factory whose errors name ``--model``; it has an argument ``devices`` if the given one has, as `sweep` checks."""
 
     def grown(devices: int) -> Any:
         return call_factory(factory, spec, devices)

@@ -35,9 +35,9 @@ PLOTS = (".svg", ".png")
 
 
 def sweep_table(points: Sequence[Point]) -> RenderableType:
-    """A row for each point; unknown figures, and a strategy that is the same everywhere, have no column.
+    """A table with a row for each point, and without columns of figures that are unknown for all points.
 
-    Points without a plan say why below the table.
+    The strategy has a column only if it differs between points. Why points have no plan is listed below the table.
     """
     unit = next((point.unit for point in points if point.planned), "tokens")
     strategies = {point.strategy for point in points if point.planned}
@@ -106,7 +106,7 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
 
     Args:
         points: one line is drawn for each topology; points without a plan are left out.
-        path: the file, whose ending (one of `PLOTS`) says what it becomes.
+        path: the file; its ending, one of `PLOTS`, selects the format.
 
     Raises:
         AutotpError: when the name has another ending, matplotlib is not installed, or the file cannot be written.
@@ -140,14 +140,14 @@ def write_plot(points: Sequence[Point], path: str | os.PathLike[str]) -> None:
 
 
 def label_of(name: str) -> str:
-    """A name as a label of matplotlib's, in which ``$`` begins a formula, and a first ``_`` hides the label."""
+    """A name escaped for matplotlib's labels, in which ``$`` begins a formula, and a leading ``_`` hides the label."""
     return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a figure of matplotlib's; the same figure makes the same file."""
+    """Writes a matplotlib figure to a file; equal figures give equal files."""
     suffix = Path(path).suffix[1:]
-    # The date would make every file another one.
+    # With a date, equal figures would give different files.
     metadata: Mapping[str, Any] = {"Date": None} if suffix == "svg" else {}
     drawn = io.BytesIO()
     figure.savefig(drawn, format=suffix, dpi=150, metadata=metadata)
@@ -160,7 +160,7 @@ def figure_class() -> Any:
     Raises:
         AutotpError: matplotlib is not installed.
     """
-    # A figure of its own rather than pyplot's: no window system is asked for.
+    # Not pyplot's figure, which may need a window system.
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

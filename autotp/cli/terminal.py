@@ -1,4 +1,4 @@
-"""The terminal: everything that a command prints for people goes through `Terminal`, in which text is never markup."""
+"""Terminal output: readable output of commands goes through `Terminal`, which never interprets text as markup."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Terminal", "fail", "make_console", "open_streams", "printable", "sho
 PIPED_WIDTH = 160
 
 _LONGEST = 8000  # characters of an error message
-_LEAST = 10  # columns or lines of a terminal
+_LEAST = 10  # the fewest columns or lines of a terminal that are believed
 
 
 class Terminal(Console):
-    """A console that prints the names of users' models and machines as they are.
+    """A rich console that prints text verbatim, such as names of users' models and machines.
 
     Strings are neither markup nor emoji codes, and numbers and calls in them are not highlighted: only a `rich.text.Text`
     has styles. Control characters, which could move the cursor or change colours, are replaced.
@@ -36,18 +36,18 @@ class Terminal(Console):
         super().__init__(**options, markup=False, emoji=False, highlight=False, _environ=_environment())
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich's, without control characters in text."""
+        """As ``Console.render``, with control characters in text replaced."""
         for segment in super().render(renderable, options):
             same = segment.control or (text := printable(segment.text)) == segment.text
             yield segment if same else segment._replace(text=text)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
-        """As rich's; text is plain."""
+        """As ``Console.status``; a string is not markup."""
         return super().status(Text(status) if isinstance(status, str) else status, **options)
 
 
 def printable(text: str) -> str:
-    """A text whose control characters, but for ends of lines and tabs, are replaced by ``�``."""
+    """The text with all control characters except newlines and tabs replaced by ``�``."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
@@ -66,7 +66,7 @@ def make_console(quiet: bool = False) -> Terminal:
 
 
 def _environment() -> dict[str, str]:
-    """The environment without sizes of a terminal that are none, or in which nothing can be read."""
+    """The environment, without ``COLUMNS`` and ``LINES`` where they are not numbers or are too small to read anything."""
 
     def possible(name: str, text: str) -> bool:
         return name not in ("COLUMNS", "LINES") or (re.fullmatch("[0-9]{1,5}", text) is not None and int(text) >= _LEAST)
@@ -75,7 +75,7 @@ def _environment() -> dict[str, str]:
 
 
 def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True) -> None:
-    """Prints what a command found: as JSON, or for people; ``wraps``: lines end where the terminal does."""
+    """Prints a command's result: ``data`` as JSON, or ``shown``; ``wraps``: wrap long lines at the terminal's width."""
     if as_json:
         print(json.dumps(data, indent=1))
     else:
@@ -83,15 +83,15 @@ def show(data: Any, shown: RenderableType, as_json: bool, *, wraps: bool = True)
 
 
 def open_streams() -> None:
-    """Puts something in the place of standard streams that were closed, to which nothing can be written.
+    """Opens the null device, read-only, in the place of standard streams that are closed, so that writing to them fails.
 
-    What a stream's encoding lacks is replaced.
+    On stdout, characters that its encoding lacks are replaced.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDONLY)  # gets ``number``, the lowest free file descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: PTH123, SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -99,8 +99,8 @@ def open_streams() -> None:
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
-    """Prints a message on stderr and exits, with code 2 for a user's mistake."""
+    """Prints an error message on stderr and exits with ``code``; 2 means that the input is wrong."""
     text = printable(message)
-    with suppress(OSError, ValueError):  # whoever runs this may have closed it
+    with suppress(OSError, ValueError):  # stderr may be closed
         print(f"error: {text if len(text) <= _LONGEST else text[:_LONGEST] + '…'}", file=sys.stderr)
     raise SystemExit(code)

@@ -34,8 +34,9 @@ def trace_command(
 ) -> None:
     """Write the schedule of a plan as a trace, for ui.perfetto.dev or chrome://tracing.
 
-    By itself it predicts. Under torchrun, with as many processes as the plan has devices, a step is measured too, and every
-    rank is a process of the trace beside the prediction. Either is with overlap, also where the plan was made for none.
+    Without torchrun, the schedule is only predicted. Under torchrun, with as many processes as the plan has devices, a step
+    is measured too, and every rank is a process of the trace, beside the prediction. Both schedules overlap communication
+    with computation, even if the plan was made with --schedule none.
     """
     wanted = Plan.load(plan)
     world = whole_of(os.environ.get("WORLD_SIZE", "1"), "environment: WORLD_SIZE", most=MOST_DEVICES)
@@ -61,7 +62,7 @@ def trace_command(
 
 
 def _measure(model: str, plan: Plan) -> list[list[Event]]:
-    """The events of one step on every rank."""
+    """Runs a step after some warm-up, and returns the events of every rank."""
     if torch.cuda.is_available():
         raise AutotpError("trace measures steps on CPUs only; on GPUs, use torch.profiler, which records their streams")
     join_job("trace measures a step on the processes of a job: start it by torchrun", "gloo")

@@ -1,4 +1,4 @@
-"""``autotp validate``: predictions against measured training runs."""
+"""``autotp validate``: compares predictions with measured training runs."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _record(done: Sequence[Prediction], skipped: Sequence[Skipped], fitted: Devi
 
 
 def drawn(done: Sequence[Prediction]) -> Any:
-    """A figure of matplotlib's with predicted over measured seconds.
+    """A matplotlib figure of predicted over measured step times, in seconds.
 
     Raises:
         AutotpError: matplotlib is not installed.

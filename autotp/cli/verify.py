@@ -1,4 +1,4 @@
-"""``autotp verify``: is what a plan computes what the model computes?"""
+"""``autotp verify``: checks that a plan computes the same values and gradients as the model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def verify_command(
 ) -> None:
     """Run a plan for all of its devices in this process, and compare every value and gradient with the model's.
 
-    Exits with 1 where they differ, and says at which operator that begins. What rounding alone moves as far is listed, and
-    does not count as a difference.
+    Exits with 1 if they differ, and names the operator at which the difference begins. Values and gradients that rounding
+    alone changes as much are listed, and do not count as differences.
     """
     loaded = Plan.load(plan)
     with working("comparing"):

@@ -1,8 +1,8 @@
-"""Bytes that every plan of a model holds on a device, and seconds that it computes, whatever its mesh and strategies.
+"""Lower bounds on the memory and on the time of every plan of a model, whatever its mesh and strategies.
 
-Of a tensor that is there, a device has at least its share. Parameters, optimizer state and inputs are there throughout. As
-the backward pass begins, so is what gradients of operators read and nothing may recompute; as it ends, gradients of
-parameters are. Nothing here needs an integer program, so a job that cannot fit is known to be one in no time.
+A device holds at least its share of every live tensor. Parameters, optimizer state and inputs are live throughout.
+When the backward pass begins, so are the tensors that gradients read and that cannot be recomputed; when it ends, the
+gradients of parameters are. No integer program is needed here, so a job that cannot fit is recognized immediately.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ __all__ = ["kernels", "least_bytes", "least_host", "least_seconds", "shared_seco
 
 
 def least_bytes(model: Model, prices: Prices) -> float:
-    """Bytes that no plan holds less than at its worst moment.
+    """A lower bound on the peak memory of every plan, in bytes per device.
 
     Args:
-        model: analysed; of what is undecided nothing counts.
-        prices: of any mesh with the devices that plans are for.
+        model: the analysed model; saved results of undecided operators do not count.
+        prices: the prices on any mesh of all devices.
     """
     resting = returned = 0.0
     last = next(iter(model.operators), None)
@@ -53,7 +53,7 @@ def least_bytes(model: Model, prices: Prices) -> float:
 
 
 def _saved(model: Model) -> float:
-    """Bytes of the storages that the backward pass reads, whatever is recomputed: of each, under its largest name."""
+    """Bytes of the storages that the backward pass reads, whatever is recomputed; each counts as its largest tensor."""
     found: dict[Value, float] = defaultdict(float)
     for node in model.operators:
         for value in _read(model, node):
@@ -68,7 +68,7 @@ def _saved(model: Model) -> float:
 
 
 def _read(model: Model, node: fx.Node) -> list[Value]:
-    """The tensors that an operator's gradients read, also where a lowering takes its place, or a copy as large as they."""
+    """The tensors that an operator's gradients read, or read copies of equal size of, also if a lowering replaces it."""
     kept, rule = model.kept(node), rule_of(node)
     positions = kept.operands
     if rule is not None and rule.inner:
@@ -79,12 +79,12 @@ def _read(model: Model, node: fx.Node) -> list[Value]:
 
 
 def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
-    """Seconds that no plan's step is below: each device computes at least its share, in kernels as large as can be.
+    """A lower bound on the step time of every plan, in seconds: work is shared evenly, in kernels as fast as whole ones.
 
     Args:
-        model: analysed.
-        prices: of any mesh with the devices that plans are for.
-        longer: the factor by which both passes take longer than that, as `costmodel.overlap.CHUNKED` says of chunks.
+        model: the analysed model.
+        prices: the prices on any mesh of all devices.
+        longer: a factor on the time of both passes; for plans in chunks, `costmodel.overlap.CHUNKED`.
     """
     devices, known, runs = prices.topology.devices, dict[fx.Node, float](), Runs(model)
     for node in model.operators:
@@ -99,7 +99,7 @@ def least_seconds(model: Model, prices: Prices, longer: float = 1.0) -> float:
 
 
 def shared_seconds(prices: Prices, operator: Operator, flop: float, run: Run) -> float:
-    """Seconds in which an operator and its gradients run if every device does its share, in kernels as large as can be."""
+    """Seconds of an operator and its gradients if all devices share them evenly, in kernels as fast as whole ones."""
     alone = Space.of(operator, [None], np.zeros((1, len(prices.mesh)), np.int64))
     work, devices = prices.work(alone, flop, run), prices.topology.devices
     if work is None:
@@ -109,13 +109,13 @@ def shared_seconds(prices: Prices, operator: Operator, flop: float, run: Run) ->
 
 
 def kernels(runs: Runs, node: fx.Node) -> float:
-    """How many kernels an operator and its gradients are; none, if it is a view or part of another one's."""
+    """The number of kernels of an operator and its gradients; 0 for a view, or if it is fused into another's kernel."""
     rule = rule_of(node)
     return 0.0 if rule is not None and rule.view else runs.run(node).kernels(node)
 
 
 def least_host(model: Model, prices: Prices) -> float:
-    """Seconds in which the host starts the kernels that a step of every plan has, however it is sharded."""
+    """A lower bound on the seconds in which the host launches the kernels of a step, however the model is sharded."""
     if not prices.topology.device.host:
         return 0.0
     runs = Runs(model)

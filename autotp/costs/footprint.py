@@ -1,13 +1,13 @@
-"""The most bytes that a device holds at once: a training step walked through, storage by storage.
+"""The peak memory of a device: a simulation of a training step, storage by storage.
 
-Parameters, buffers, the inputs and the optimizer's state are there throughout. The forward pass adds what operators
-return, and what reshards bring (`transit`), and drops both after their last reader, unless the backward pass reads them
-(`needs`). That runs the operators in reverse, and holds gradients until they have come to where they belong (`returns`);
-those of parameters stay. What is recomputed, and parameters that are gathered, are restored when they are first read,
-with what that takes, and held until they are read for the last time. Of several micro-batches this is the last one, which
-begins with the gradients of the others, not reduced. Views own no storage. Workspaces inside kernels are not known.
+Parameters, buffers, inputs and optimizer state are live throughout. The forward pass adds the results of operators and of
+reshards (`transit`), and frees both after their last consumer, unless the backward pass reads them (`needs`). The backward
+pass runs the operators in reverse, and holds gradients until they are returned to the layouts of their tensors (`returns`);
+those of parameters stay. Recomputed results and gathered parameters are restored when they are first read, with the
+memory that this takes, and held until they are last read. Of several micro-batches, the last one is simulated, which
+begins with the unreduced gradients of the others. Views own no storage. Workspaces inside kernels are not known.
 
-With overlap a schedule may hold some more (`Prices.spare`), and keeps to that (`passes.overlap.memory`).
+With overlap, a schedule may hold more by a given share (`Prices.spare`), and respects this limit (`passes.overlap.memory`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Footprint"]
 
 
 class Footprint:
-    """A plan's step on one device; ``held`` has the most bytes at every moment, once it has run.
+    """The simulation of a plan's step on one device. After `run`, ``held`` has the peak bytes of every moment.
 
     Args:
         priced: the plan's strategies and layouts.
@@ -70,7 +70,7 @@ class Footprint:
         return self.stored + self.gradients.held.total
 
     def run(self) -> float:
-        """Bytes at the worst moment, under ``zero_grad()`` as it is by default (gradients dropped)."""
+        """Simulate the step. Returns the peak memory in bytes, with gradients freed by ``zero_grad()`` (its default)."""
         self.state()
         nodes = list(self.model.operators)
         self.last = self.storages.last
@@ -94,7 +94,7 @@ class Footprint:
         return max(self.held.values(), default=0.0)
 
     def state(self) -> None:
-        """What is there throughout."""
+        """Add what is live from the beginning: placeholders, optimizer state, gradients of earlier micro-batches."""
         for node in self.model.captured.graph_module.graph.nodes:
             value = node.meta.get("val")
             if node.op != "placeholder" or not isinstance(value, torch.Tensor):
@@ -116,14 +116,14 @@ class Footprint:
         return self.sizes[key] if dtype is None else self.sizes[key] / value.element_size() * dtype.itemsize
 
     def take(self, key: Key, size: float) -> None:
-        """A storage appears, unless it is there."""
+        """Add a storage of ``size`` bytes, unless it is live."""
         if key not in self.live:
             self.live[key] = size
             self.stored += size
             self.reach()
 
     def reach(self, passing: float = 0.0) -> None:
-        """Looks whether this moment, with bytes that pass, is the worst yet."""
+        """Update the peak of this moment with the bytes held now and ``passing`` temporary bytes."""
         total = self.total + passing
         total += self.spare * total
         if total > self.held.get(self.now, 0.0):
@@ -132,10 +132,10 @@ class Footprint:
             self.watched, self.worst = math.inf, self.holding(passing + self.spare * (self.total + passing))
 
     def explain(self, peak: float | None = None) -> list[tuple[str, str, float]]:
-        """What is held at the worst moment: (kind, name, bytes), most first.
+        """The memory at the peak: (kind, name, bytes), the largest first.
 
         Args:
-            peak: bytes at that moment, if they are known.
+            peak: bytes at the peak, if known.
         """
         second = Footprint(self.priced)
         second.watched = (self.run() if peak is None else peak) * (1 - 1e-12)
@@ -143,7 +143,7 @@ class Footprint:
         return sorted(second.worst, key=lambda entry: -entry[2])
 
     def holding(self, passing: float) -> list[tuple[str, str, float]]:
-        """What is held now: (kind, name, bytes)."""
+        """The memory held now, and ``passing`` temporary bytes: (kind, name, bytes)."""
         found = []
         for (value, layout), size in self.live.items():
             node = value[0]
@@ -163,11 +163,11 @@ class Footprint:
         return [*found, ("in passing, and for overlap", "", rest)] if rest > 0.5 else found
 
     def drop(self, key: Key) -> None:
-        """A storage goes."""
+        """Free a storage."""
         self.stored -= self.live.pop(key, 0.0)
 
     def move(self, key: Key, source: Key, tensor: torch.Tensor, *, leaves: bool) -> None:
-        """A tensor is brought into another layout; the storage that it is brought from may go when it has been sent."""
+        """Reshard a tensor from ``source`` to ``key``; if it ``leaves``, the source is freed once it has been sent."""
         if key in self.live:
             return
         shape, layouts = tuple(tensor.shape), (source[1], key[1])
@@ -176,14 +176,14 @@ class Footprint:
         size = self.bytes(tensor, key[1])
         extra = float(in_transit(shape, *layouts, self.mesh, not leaves, self.traced) * tensor.element_size())
         if casts((key[0][0], 0)) and source[1] != key[1]:
-            extra += self.bytes(tensor, source[1])  # what rests is cast before it moves
+            extra += self.bytes(tensor, source[1])  # the tensor at rest is cast before it moves
         self.take(key, size)
         self.reach(extra)
         if leaves:
             self.drop(source)
 
     def forward(self, node: fx.Node, ends: Sequence[Key]) -> None:
-        """Runs an operator: what it gathers, what it returns, what is kept of it."""
+        """Run an operator: reshard its operands, add its results and saved tensors, free the storages in ``ends``."""
         strategy, passing = self.strategies[node.name], 0.0
         for operand, want, key in zip(self.operands[node], strategy.wants, self.storages.read[node], strict=True):
             if key in self.live:
@@ -207,14 +207,14 @@ class Footprint:
                 self.drop(key)
 
     def beside(self, node: fx.Node, needs: Needs) -> None:
-        """What an operator keeps besides operands and results appears; it stays unless it is recomputed."""
+        """Add what an operator saves besides operands and results; the forward pass frees it if it is recomputed."""
         key = (node, BESIDES), self.strategies[node.name].results[0]
         self.take(key, self.parts(node, needs.besides[node]))
         if key not in needs.kept and self.now.turn is Turn.FORWARD:
             self.drop(key)
 
     def parts(self, node: fx.Node, parts: Iterable[tuple[int, float]]) -> float:
-        """Bytes of tensors that are as large as operands, or as the first result (-1), by bytes for each element."""
+        """Bytes of tensors, given as (operand of the same shape, or -1 for the first result; bytes per element)."""
         strategy, found = self.strategies[node.name], 0.0
         for position, size in parts:
             tensor = self.results[node][0] if position < 0 else self.operands[node][position].meta["val"]
@@ -223,7 +223,7 @@ class Footprint:
         return found
 
     def restore(self, key: Key, needs: Needs) -> None:
-        """Restores a storage that the forward pass dropped, by running operators again as far as need be."""
+        """Restore a storage that the forward pass freed: reshard it again, recompute operators as far as necessary."""
         if key in self.live:
             return
         (node, number), layout = key
@@ -253,7 +253,7 @@ class Footprint:
                 self.drop(each)
 
     def panelled(self, node: fx.Node, strategy: Strategy) -> float:
-        """Bytes of what a product reads in panels."""
+        """Bytes of one panel of each operand that a product in panels gathers panel by panel in the backward pass."""
         if node.name not in self.panels:
             return 0.0
         wanted = zip(self.operands[node], strategy.wants, strict=True)
@@ -264,14 +264,14 @@ class Footprint:
         )
 
     def done(self, key: Key, needs: Needs) -> None:
-        """A storage has been read once more; it goes when nothing is left to read it."""
+        """Count one read of a storage, and free it after the last one."""
         if key in needs.left:
             needs.left[key] -= 1
             if not needs.left[key] and key not in self.resident:
                 self.drop(key)
 
     def backward(self, node: fx.Node, needs: Needs) -> None:
-        """Runs an operator's backward pass, and drops what only that needed."""
+        """Run an operator's backward pass, and free the storages that it is the last to read."""
         passing = self.panelled(node, self.strategies[node.name])
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
         reads = needs.reads.get(node, ())
@@ -298,9 +298,9 @@ class Footprint:
         self.gradients.ended(node)
 
     def returned(self, node: fx.Node, position: int, passing: float) -> None:
-        """An operator's gradient of an operand arrives."""
+        """Add an operator's gradient of an operand."""
         tensor, result, rule = self.operands[node][position].meta["val"], self.results[node][0], rule_of(node)
         if tensor.numel() < result.numel() and rule is not None and rule.saves == "others" and rule.flop is None:
-            self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # what is then summed
+            self.reach(passing + self.bytes(result, self.strategies[node.name].results[0]))  # not summed yet
         self.gradients.arrive(node, position, result, shares=len(self.results[node]) == 1)
         self.reach(passing)

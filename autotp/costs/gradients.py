@@ -1,7 +1,7 @@
 """The gradients that a backward pass holds, several of which may share memory.
 
-The gradient of a view, or of an operand of a sum, uses the memory of the result's gradient. A second gradient of the same
-tensor is added to the first one, in its memory if nobody else uses that.
+The gradient of the operand of a view or of a sum uses the memory of the result's gradient. A second gradient of the same
+tensor is added to the first one, in its memory if no other gradient uses that.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class _Memory:
 
 
 class Gradients:
-    """Gradients, each under what it is the gradient of: a tensor in any layout, or a tensor as some operators want it.
+    """The gradients held, by slot. A slot is that of a tensor's gradient, or of its part from some of its consumers.
 
     Args:
-        reach: called with bytes that are held for a moment, beside ``total``.
+        reach: called with the bytes that are held temporarily in addition to ``total``.
 
     Attributes:
-        total: bytes that are held.
+        total: bytes held.
     """
 
     def __init__(self, reach: Callable[[float], None]) -> None:
@@ -36,7 +36,7 @@ class Gradients:
         return slot in self.held
 
     def items(self) -> Iterator[tuple[Hashable, float]]:
-        """What is held of what; a memory that several share is listed once."""
+        """(Slot, bytes) of the gradients held; memory that several share is listed once."""
         seen: set[int] = set()
         for slot, memory in self.held.items():
             if id(memory) not in seen:
@@ -44,14 +44,14 @@ class Gradients:
                 yield slot, memory.size
 
     def arrive(self, slot: Hashable, size: float, source: Hashable | None = None) -> None:
-        """A gradient of so many bytes arrives, in the memory of another that is held if ``source`` is given."""
+        """Add a gradient of ``size`` bytes to a slot; if ``source`` is given, it shares the memory of that slot."""
         memory = _Memory(size) if source is None else self.held[source]
         self._use(memory)
         there = self.held.get(slot)
         if there is None:
             self.held[slot] = memory
             return
-        if there.users > 1:  # others read it: the sum has memory of its own
+        if there.users > 1:  # shared with other gradients: the sum needs memory of its own
             result = _Memory(there.size)
             self._use(result)
             self.held[slot] = result
@@ -59,7 +59,9 @@ class Gradients:
         self._leave(memory)
 
     def move(self, slot: Hashable, target: Hashable, size: float, passing: float = 0.0, *, in_place: bool = False) -> None:
-        """A gradient goes elsewhere: as a memory of so many bytes, in its own if it can, and with bytes in passing."""
+        """Move a gradient to another slot, as ``size`` bytes, with ``passing`` temporary bytes. ``in_place``: it may reuse
+        its memory, unless that is shared.
+        """
         if in_place and self.held[slot].users == 1:
             self.hand_on(slot, target)
             return
@@ -68,12 +70,12 @@ class Gradients:
         self.fall(slot)
 
     def hand_on(self, slot: Hashable, target: Hashable) -> None:
-        """A gradient goes elsewhere as it is."""
+        """Move a gradient to another slot, with its memory."""
         self.arrive(target, self.held[slot].size, slot)
         self.fall(slot)
 
     def fall(self, slot: Hashable) -> None:
-        """A gradient is not needed any more."""
+        """Release the gradient of a slot, if there is one."""
         memory = self.held.pop(slot, None)
         if memory is not None:
             self._leave(memory)

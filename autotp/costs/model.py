@@ -1,4 +1,4 @@
-"""A captured model, analysed: what planning and prices need to know of it on every mesh."""
+"""A captured model and its analysis: the properties that planning and prices need, whatever the mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def _of_graph(make: Callable[[Model], T]) -> Any:
-    """A property of the graph: worked out once for all models of it, whatever they recompute and what stands for what."""
+    """A property of the graph, computed once for all models of it: it depends on neither ``recomputed`` nor ``stands``."""
 
     def get(model: Model) -> T:
         if make.__name__ not in model.known:
@@ -44,18 +44,18 @@ class Model:
 
     Attributes:
         captured: the captured graph.
-        operators: its analysis.
-        stands: operator or parameter node -> the node that stands for it.
+        operators: operator node -> its analysis.
+        stands: operator or parameter node -> the node that represents it; copies in folded layers have the same.
         trained: tensors through which gradients flow.
-        pins: what constraints ask of operators and parameters.
-        resting: parameter, or buffer, node -> the layout in which it has to rest, on the mesh that is planned for.
+        pins: operator or parameter node -> the requirements of constraints.
+        resting: parameter or buffer node -> the layout that it must have at rest, on the mesh that is planned for.
         recomputed: operator that the backward pass recomputes -> whether it repeats the collectives that bring its results
             into other layouts.
-        undecided: operator that the planner may have recomputed, with all collectives -> the last operator of its block;
-            views among them are recomputed if and only if what they show is.
+        undecided: operator for which the planner decides whether it is recomputed, with all collectives -> the last
+            operator of its block; a view among them is recomputed if and only if its base is.
         train: whether a step has a backward pass.
-        compiled: whether what lies between collectives is compiled.
-        known: what was worked out of the graph.
+        compiled: whether the operators between collectives are compiled.
+        known: the cached properties of the graph.
     """
 
     captured: Captured
@@ -72,13 +72,13 @@ class Model:
 
     @property
     def parameter_bytes(self) -> float:
-        """Of all parameters, whole."""
+        """Bytes of all parameters, unsharded."""
         given = self.captured.placeholders
         return float(sum(given[name].nbytes for name in self.captured.parameters))
 
     @property
     def placed(self) -> Mapping[str, str]:
-        """Placeholder -> name of a parameter, or buffer, whose resting layout a plan has."""
+        """Placeholder -> name, of every parameter or buffer for which a plan has a layout at rest."""
         caches = self.captured.caches | {node.name for node in self.resting if node.name in self.captured.buffers}
         return {**self.captured.parameters, **{n: fqn for n, fqn in self.captured.buffers.items() if n in caches}}
 
@@ -94,26 +94,26 @@ class Model:
 
     @_of_graph
     def kinds(self) -> Mapping[fx.Node, int]:
-        """Operator -> a number that only those share whose rules, shapes, arguments, factors and roles are equal."""
+        """Operator -> a number; only operators with equal targets, shapes, arguments, factors and roles share one."""
         given = {*self.captured.parameters, *self.captured.buffers}
         numbers: dict[object, int] = {}
         return {node: numbers.setdefault(_kind(each, given), len(numbers)) for node, each in self.operators.items()}
 
     @_of_graph
     def shown(self) -> Mapping[fx.Node, Value]:
-        """View -> the tensor whose memory it shows (`shown_by`)."""
+        """View -> its base, the tensor whose memory it aliases (`shown_by`)."""
         found = {node: shown_by(node) for node in self.operators}
         return {node: value for node, value in found.items() if value is not None}
 
     def root(self, value: Value) -> Value:
-        """The tensor whose storage it shows, through all views."""
+        """The tensor that owns the storage of a tensor: its base, through all views."""
         while value[0] in self.shown:
             value = self.shown[value[0]]
         return value
 
     @_of_graph
     def depth(self) -> int:
-        """How many operators have a weight: a parameter of two dims or more."""
+        """The number of operators with a weight, a parameter of two dims or more; at least 1."""
         weights = {name for name in self.captured.parameters if self.captured.placeholders[name].dim() > 1}
         return max(1, sum(any(n.name in weights for n in operands) for operands in self.operands.values()))
 
@@ -125,7 +125,7 @@ class Model:
 
     @_of_graph
     def written(self) -> Sequence[tuple[fx.Node, fx.Node]]:
-        """(The new value of a parameter or cache, the placeholder): it is brought to where that rests."""
+        """(New value of a parameter or cache, its placeholder): the value is resharded to the placeholder's layout."""
         graph, captured = self.captured.graph_module.graph, self.captured
         given = {node.name: node for node in graph.find_nodes(op="placeholder")}
         made: Sequence = graph.output_node().args[0][captured.returned :]  # type: ignore[index, assignment]
@@ -134,20 +134,20 @@ class Model:
 
     @_of_graph
     def outputs(self) -> list[fx.Node]:
-        """Those that are brought whole to every device; what may stay sharded, or is a cache's new value, is not."""
+        """The returned tensors that are replicated: all but those that may stay sharded, and the values in ``written``."""
         left = Counter(value for value, _ in self.written)
         leaves = [leaf for leaf in self.returned if not stays(leaf)]
         return [*(Counter(leaves) - left).elements()]
 
     @_of_graph
     def observed(self) -> frozenset[fx.Node]:
-        """Those of them that hooks are shown, and nothing else: they are taken to have no gradient."""
+        """The returned tensors that are for hooks of observed modules only; they are assumed to have no gradient."""
         leaves: Any = self.captured.graph_module.graph.output_node().args[0]
         return frozenset(leaves[self.captured.outputs : self.captured.returned])
 
     @_of_graph
     def readers(self) -> Mapping[Value, Sequence[tuple[fx.Node, int]]]:
-        """Tensor -> the nodes that read it, in order, and as which operand; the graph's output and caches are such."""
+        """Tensor -> its consumers as (node, operand position), in order; the output and written placeholders are some."""
         found: dict[Value, list[tuple[fx.Node, int]]] = defaultdict(list)
         for node, operands in self.operands.items():
             for position, operand in enumerate(operands):
@@ -160,7 +160,7 @@ class Model:
 
     @_of_graph
     def named(self) -> Mapping[Value, fx.Node]:
-        """Tensor that is read, or returned -> a node that stands for it."""
+        """Tensor that is read or returned -> a node with its value."""
         read = itertools.chain.from_iterable(self.operands.values())
         return {value_of(node): node for node in (*read, *self.returned)}
 
@@ -171,27 +171,27 @@ class Model:
 
     @cached_property
     def saved(self) -> Mapping[fx.Node, frozenset[Value]]:
-        """Operator -> the tensors, made in the step, that the backward pass reads for it."""
+        """Operator -> the tensors, computed in the step, that the backward pass reads for it (`read_back`)."""
         return {node: frozenset(self.read_back(node, node in self.recomputed)) for node in self.operators}
 
     def read_back(self, node: fx.Node, recomputed: bool) -> list[Value]:
-        """The tensors, made in the step, that the backward pass reads for an operator's gradient, or to recompute it."""
+        """Tensors, computed in the step, that the backward pass reads for an operator's gradients or to recompute it."""
         operands = self.operands[node]
         found = [value_of(n) for position, n in enumerate(operands) if self.reads_operand_back(node, position, recomputed)]
-        if self.kept(node).results or self.kept(node).besides:  # a mask, for one, is made as the results are
+        if self.kept(node).results or self.kept(node).besides:  # a mask, for example, is computed with the results
             found += [(node, i) for i in range(len(self.results[node]))]
         return found
 
     def reads_operand_back(self, node: fx.Node, position: int, recomputed: bool) -> bool:
-        """Whether an operand is made in the step, and the backward pass reads it; see ``read_back``."""
+        """Whether an operand is computed in the step, and the backward pass reads it; see ``read_back``."""
         made = value_of(self.operands[node][position])[0].op != "placeholder"
         return made and (recomputed or position in self.kept(node).operands)
 
     @_of_graph
     def turns(self) -> Mapping[fx.Node, Sequence[tuple[int, bool]]]:
-        """Operator -> its operands, by position, as their gradients are made, and whether each reads the other operands.
+        """Operator -> (operand position, whether its gradient reads the other operands), in the order of the gradients.
 
-        Empty where one formula makes them all.
+        Empty if one formula computes all gradients.
         """
         return {
             node: [(i, i not in rule.additive and value_of(self.operands[node][i]) in self.trained) for i in in_turn(node)]
@@ -200,13 +200,13 @@ class Model:
         }
 
     def reads_back(self, node: fx.Node, value: Value) -> bool:
-        """Whether the backward pass reads an operand for an operator's gradients, or to recompute it."""
+        """Whether the backward pass reads a tensor as an operand of a node, for the node's gradients or to recompute it."""
         operands = self.operands.get(node, ())  # an output of the model has none
         positions = range(len(operands)) if node in self.recomputed else self.kept(node).operands if operands else ()
         return any(value_of(operands[position]) == value for position in positions)
 
     def kept(self, node: fx.Node) -> Kept:
-        """What the gradients of an operator's operands are made of, where nothing inside it is sharded."""
+        """What the gradients of an operator's operands read, if none of its inner factors is sharded."""
         known = self._kept
         if node not in known:
             trained = [value_of(operand) in self.trained for operand in self.operands[node]]
@@ -228,9 +228,9 @@ def _kind(operator: Operator, given: Set[str]) -> object:
 
 
 def shown_by(node: fx.Node) -> Value | None:
-    """The tensor whose memory a view shows, where nothing has to move; None if the operator is no view.
+    """The base of a view, whose memory it aliases; None if the operator is not a view.
 
-    A reshape of what was permuted or expanded is none where it has to copy.
+    A reshape that has to copy, for example of a permuted or expanded tensor, is not a view.
     """
     rule, operands = rule_of(node), operands_of(node)
     if rule is None or not rule.view or not operands:
@@ -242,7 +242,7 @@ def shown_by(node: fx.Node) -> Value | None:
 
 @lru_cache(maxsize=4096)
 def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Whether a reshape is a view."""
+    """Whether a tensor of this shape and stride can be reshaped without a copy."""
     try:
         torch.empty_strided(shape, stride, device="meta").view(into)
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""What the backward pass keeps of the forward pass, in which layout, and what it recomputes from that.
+"""What is saved of the forward pass for the backward pass, in which layouts, and what is recomputed from that.
 
-A formula of a gradient reads an operand as its operator did: in the layout in which that wanted it, behind the reshard,
-which operators that want it so share. What is recomputed is not kept, nor what a reshard makes of it that does not
-communicate, or that is repeated; recomputing it takes its operator's operands, which are kept or recomputed themselves.
-What nothing of this comes to is not kept, whatever was asked to be recomputed: of sums over devices, the sum, and not the
-summands.
+The formula of a gradient reads an operand as its operator did: in the layout that the operator required, after the reshard,
+which all operators with the same requirement share. A recomputed result is not saved, nor are its reshards that do not
+communicate or that are repeated. To recompute it, its operator's operands are read, which are saved or recomputed
+themselves. Tensors that none of this reads are not saved, whatever recomputation was requested: for a sum over devices, the
+sum is saved, not the summands.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from passes.rules.table import rule_of
 
 __all__ = ["BESIDES", "Needs"]
 
-#: As the number of an operator's result: what is kept besides its operands and results.
+#: In the place of a result number: the tensors that an operator saves besides its operands and results.
 BESIDES = -1
 
 
 class Needs:
-    """What the backward pass of a plan reads.
+    """The storages that the backward pass of a plan reads.
 
     Attributes:
-        reads: operator -> the storages that its gradients are made of.
-        recomputing: operator that is recomputed -> the storages that it reads then.
-        besides: operator -> what it keeps that is no operand or result.
-        kept: the storages that the forward pass leaves.
-        left: storage -> how often the backward pass reads it.
+        reads: operator -> the storages that its gradients read.
+        recomputing: recomputed operator -> the storages that its recomputation reads.
+        besides: operator -> the tensors that it saves besides operands and results, as `Kept.besides`.
+        kept: the storages that the forward pass saves.
+        left: storage -> the number of times that the backward pass reads it.
     """
 
     def __init__(self, priced: Priced, storages: Storages) -> None:
@@ -54,7 +54,7 @@ class Needs:
             self._resolve(self.reads[node])
 
     def _read(self, node: fx.Node) -> tuple[Key, ...]:
-        """What an operator's gradients are made of."""
+        """The storages that an operator's gradients read."""
         strategy, rule = self.priced.strategies[node.name], self.model.operators[node].rule
         found = kept_lowered(node) if rule is not None and strategy.axes(*rule.inner) else self.model.kept(node)
         keys = {self._operand(node, position) for position in found.operands}
@@ -69,7 +69,7 @@ class Needs:
         return tuple(key for key in keys if key is not None)
 
     def _operand(self, node: fx.Node, position: int) -> Key | None:
-        """The storage of an operand as a gradient's formula reads it; None where panels bring it bit by bit."""
+        """The storage in which a gradient's formula reads an operand; None if it is gathered panel by panel."""
         if node.name in self.priced.panels:
             value = value_of(self.storages.operands[node][position])
             if (value, node) in self.priced.regathered:
@@ -79,7 +79,7 @@ class Needs:
         return self.storages.read[node][position]
 
     def _laid_out(self, node: fx.Node, read: Sequence[int]) -> tuple[int, float] | None:
-        """The copy of an input of the model that a convolution reads with its channels last."""
+        """The channels-last copy that a convolution saves of a placeholder, as (0, bytes per element), if there is one."""
         rule, operands = rule_of(node), self.storages.operands[node]
         if rule is None or rule.channels_last is None or 0 not in read or operands[0].op != "placeholder":
             return None
@@ -87,7 +87,7 @@ class Needs:
         return (0, float(operands[0].meta["val"].element_size())) if have == want else None
 
     def spans(self, node: fx.Node) -> dict[Key, tuple[int, int]]:
-        """Storage -> the first and the last that reads it of the gradients of an operator's operands, in their turn."""
+        """Storage -> the first and the last turn in which the gradient of one of the operator's operands reads it."""
         turns, last = self.model.turns.get(node, ()), len(self.storages.operands[node]) - 1
         found = dict.fromkeys(self.reads.get(node, ()), (0, last))
         operands = [(i, self._operand(node, i)) for i, _ in turns] if found else []
@@ -98,7 +98,7 @@ class Needs:
         return found
 
     def _resolve(self, keys: tuple[Key, ...]) -> None:
-        """Counts a reading of storages, and what it takes to have them."""
+        """Count one read of each storage, and the reads that restore those which are not saved."""
         pending = list(keys)
         while pending:
             key = pending.pop()
@@ -110,7 +110,7 @@ class Needs:
                     self.kept.add(key)
 
     def _sources(self, key: Key) -> tuple[Key, ...]:
-        """What is read to restore a storage; nothing where its operator is already among those recomputed."""
+        """The storages that are read to restore a storage; none if its operator is recomputed already."""
         (node, number), layout = key
         if node.name in self.parameters:
             return ()
@@ -123,7 +123,7 @@ class Needs:
         return self.recomputing[node]
 
     def transient(self, key: Key) -> bool:
-        """Whether a storage is restored for the backward pass: a result, its copy in another layout, a parameter's."""
+        """Whether a storage (a result, or a copy of one or of a parameter in another layout) is restored, not saved."""
         (node, number), layout = key
         if node.op == "placeholder":
             if node.name in self.priced.gathered_once:

@@ -1,4 +1,4 @@
-"""How many panels each product has."""
+"""Choose the number of panels of each product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.strategies.strategy import Strategy, gradient_of
 
 __all__ = ["MOST", "choose_panels"]
 
-#: The most panels that the planner gives a product by itself.
+#: The maximum number of panels that the planner chooses for a product.
 MOST = 16
 
 
@@ -26,14 +26,14 @@ def choose_panels(
     prices: Prices,
     panels: int | None,
 ) -> dict[str, int]:
-    """Operator name -> number of panels, for the products that have several.
+    """Operator name -> number of panels, for the products with several.
 
     Args:
-        found: the loops that can be.
+        found: the possible loops.
         operators: the analysis of the graph, by node.
         strategies: operator name -> strategy.
-        prices: of the mesh.
-        panels: that many for every product that they divide; None chooses the fastest number for each.
+        prices: the prices on the mesh.
+        panels: the number of panels of every product with a loop that it divides; None: the fastest above 1.
     """
     chosen: dict[str, int] = {}
     for loop in found:
@@ -48,7 +48,7 @@ def choose_panels(
 
 
 def loop_seconds(loop: Loop, operators: Mapping, strategies: Mapping[str, Strategy], prices: Prices, panels: int) -> float:
-    """Seconds of a loop with so many panels, forward and (in training) backward, its communication under its products."""
+    """Seconds of a loop of ``panels`` panels, forward and (in training) backward, whose communication is overlapped."""
     fetch = before = scatter = after = 0.0
     for operand, (shape, cast, have, want) in zip(loop.operands, loop.values, strict=True):
         used, reduced = cast.used.itemsize, cast.reduced.itemsize

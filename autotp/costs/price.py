@@ -1,4 +1,4 @@
-"""What something costs in a step on one device."""
+"""The price of a part of a step on one device."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["Price"]
 
 
 class Price(tuple):
-    """Bytes received, and of the forward and of the backward pass the same figures each.
+    """Bytes received, then the figures of the forward pass, then the same figures of the backward pass.
 
-    Those of a pass are seconds: of computing; of communicating; of those that take compute time; and then, for
-    every level of the network, innermost first, those in which it is occupied.
+    The figures of a pass are seconds: of computation; of communication; of the communication that takes compute time; and
+    then, for every level of the network, innermost first, of the communication that occupies it.
     """
 
     __slots__ = ()
 
     def __new__(cls, received: float, forward: Sequence[float], backward: Sequence[float]) -> Price:
-        """As many figures of either pass."""
+        """Both passes have the same number of figures."""
         return super().__new__(cls, (received, *forward, *backward))
 
     @property
     def received(self) -> float:
-        """Bytes."""
+        """Bytes received."""
         return float(self[0])
 
     @property
@@ -33,29 +33,29 @@ class Price(tuple):
 
     @property
     def compute(self) -> float:
-        """Seconds of computing."""
+        """Seconds of computation."""
         return float(sum(one[0] for one in self.passes))
 
     @property
     def communication(self) -> float:
-        """Seconds of communicating."""
+        """Seconds of communication."""
         return float(sum(one[1] for one in self.passes))
 
     @property
     def seconds(self) -> float:
-        """Compute and communication together."""
+        """Seconds of computation and communication, without overlap."""
         return self.compute + self.communication
 
     @property
     def backward(self) -> Price:
-        """The same, all of it in the backward pass."""
+        """The same price, with all seconds in the backward pass."""
         both = [ahead + behind for ahead, behind in zip(*self.passes, strict=True)]
         return Price(self.received, [0.0] * len(both), both)
 
     def plus(self, other: Price) -> Price:
-        """Both."""
+        """The sum of two prices."""
         return tuple.__new__(Price, (mine + more for mine, more in zip(self, other, strict=True)))
 
     def times(self, count: float) -> Price:
-        """So many of them."""
+        """``count`` times the price."""
         return tuple.__new__(Price, (count * figure for figure in self))

@@ -1,4 +1,4 @@
-"""What a plan's strategies cost: every operator, every reshard, and the step."""
+"""The costs of a plan's strategies: those of every operator, of every reshard, and of the step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["Moved", "OperatorCost", "Priced"]
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A tensor that some operators want in a layout.
+    """A tensor in a layout that some operators require.
 
     Attributes:
         value: the tensor.
-        want: the layout.
-        users: operators that want it so; none for an output of the graph.
-        parameter: it is a parameter.
-        price: of its reshard and the mirror for its gradient.
-        reduction: what of that is paid once, however many micro-batches a step has; None: nothing.
+        want: the layout, and that of its gradient.
+        users: the operators that require it; none for an output of the graph.
+        parameter: whether it is a parameter.
+        price: the price of its reshard in a step, and of the opposite one of its gradient.
+        reduction: the part of the price that is paid once, however many micro-batches a step has; None if there is none.
     """
 
     value: Value
@@ -51,11 +51,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What one operator costs in a step.
+    """The cost of one operator in a step.
 
     Attributes:
-        own: by itself: computing, and the collectives inside it.
-        charged: the reshards that it is charged for, each with the number of operators that share it.
+        own: the price of the operator by itself: its computation, and the collectives inside it.
+        charged: the reshards charged to it, each with the number of operators among which its price is divided.
     """
 
     own: Price
@@ -73,26 +73,26 @@ class OperatorCost:
 
     @property
     def seconds(self) -> float:
-        """Computing and communication."""
+        """Seconds of computation and communication."""
         return self.own.compute + self.communication
 
     @property
     def received(self) -> float:
-        """Bytes received for all of it."""
+        """Bytes received by the operator and for its share of reshards."""
         return self.own.received + sum(moved.price.received / shared for moved, shared in self.charged)
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Strategies of all operators, and what they cost, which is worked out once, when it is first asked for.
+    """The strategies of all operators, and their costs, each computed when it is first read.
 
     Attributes:
-        model: analysed and folded.
-        prices: of the mesh.
+        model: the model, analysed and folded.
+        prices: the prices on the mesh.
         strategies: operator name -> strategy.
-        layouts: in which every tensor is made or rests.
-        panels: of the products that gather their operands panel by panel, by name.
-        regathered: (operand, product) where the backward pass gathers the product's data operand again.
+        layouts: tensor -> the layout in which it is produced or at rest.
+        panels: name of a product that gathers its operands panel by panel -> number of panels.
+        regathered: (operand, product) for each product whose data operand the backward pass gathers again.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
     """
 
@@ -115,12 +115,12 @@ class Priced:
         found: Sequence[Loop],
         gathered_once: Collection[str] = (),
     ) -> Priced:
-        """Of strategies, and of parameters' resting layouts.
+        """From the strategies of operators and the layouts of placeholders at rest.
 
         Args:
             model, prices, strategies, panels, gathered_once: see the attributes.
-            resting: placeholder's name -> layout; whole where it is not given.
-            found: the loops that products in panels may have, those that have none as well.
+            resting: placeholder name -> layout at rest; replicated by default.
+            found: all possible loops of panels, including those of products without panels.
         """
         whole = whole_layout(len(prices.mesh))
         given = model.captured.graph_module.graph.find_nodes(op="placeholder")
@@ -142,7 +142,7 @@ class Priced:
 
     @cached_property
     def own(self) -> Mapping[fx.Node, Price]:
-        """What every operator costs by itself; folded ones have one price."""
+        """The price of every operator by itself in a step; operators that are folded together share one."""
         found: dict[fx.Node, Price] = {}
         for node in self.model.operators:
             stand = self.model.stands[node]
@@ -152,16 +152,16 @@ class Priced:
         return found
 
     def alone(self, node: fx.Node, strategy: Strategy) -> Price:
-        """What an operator costs by itself with a strategy."""
+        """The price of an operator by itself in a step, with a strategy."""
         price = self.prices.operator(self.model.operators[node], strategy, flop_of(node), self.runs.run(node))
         return price if self.prices.accumulate == 1 else price.times(self.prices.accumulate)
 
     @cached_property
     def costs(self) -> Mapping[fx.Node, OperatorCost]:
-        """What every operator costs, with its share of the reshards around it.
+        """The cost of every operator, with its share of the reshards around it.
 
-        A reshard is charged in even shares to those that want it so; or, where it sums up parts, to the operator that made
-        them, wherever that happens.
+        A reshard is divided evenly among the operators that require it. One that reduces partial sums is charged to the
+        operator that produced these, wherever they are reduced.
         """
         charges: dict[fx.Node, list[tuple[Moved, int]]] = defaultdict(list)
         origins = self._origins()
@@ -177,7 +177,7 @@ class Priced:
 
     @cached_property
     def reshards(self) -> Sequence[Moved]:
-        """Every tensor in every layout that it is wanted in."""
+        """Every tensor in every layout that is required of it."""
         users: dict[tuple[Value, Want], list[fx.Node]] = defaultdict(list)
         for node, operands in self.model.operands.items():
             for operand, want in zip(operands, self.strategies[node.name].wants, strict=True):
@@ -190,7 +190,7 @@ class Priced:
         return [self.moved(value, self.layouts[value], want, each) for (value, want), each in users.items()]
 
     def moved(self, value: Value, have: Layout, want: Want, users: list[fx.Node]) -> Moved:
-        """One tensor, made or resting in the layout ``have``, on its way to those who want it so."""
+        """One tensor, produced or at rest in the layout ``have``, in the layout that ``users`` require."""
         parameter = value[0].name in self.model.captured.parameters
         tensor, trained = self.model.named[value].meta["val"], value in self.model.trained
         cast = cast_of(self.model.named[value])
@@ -199,19 +199,19 @@ class Priced:
         if not (parameter and trained and self.prices.train and self.prices.accumulate > 1) or cast.changes:
             return Moved(value, want, users, parameter, price)
         reduction = self.prices.returning(tuple(tensor.shape), have, want, cast, parameter=True)
-        if users and all(user.name in self.panels for user in users):  # a loop of panels always reduces what it makes
+        if users and all(user.name in self.panels for user in users):  # a loop of panels reduces in every micro-batch
             return Moved(value, want, users, parameter, price.plus(reduction.times(self.prices.accumulate - 1)))
         return Moved(value, want, users, parameter, price, reduction)
 
     def twice(self, value: Value, users: Sequence[fx.Node]) -> bool:
-        """Whether a tensor is brought to those who want it so once more, for the backward pass."""
+        """Whether the reshard of a tensor that ``users`` require is repeated for the backward pass."""
         repeated = self.model.recomputed.get(value[0]) and any(value in self.model.saved[user] for user in users)
         gathered = value[0].name in self.model.captured.parameters and value[0].name not in self.gathered_once
         read = gathered and any(self.model.reads_back(user, value) for user in users)
         return bool(repeated) or read or any((value, user) in self.regathered for user in users)
 
     def _origins(self) -> dict[Value, fx.Node]:
-        """A tensor of partial sums -> the operator that made them, which may have passed them on since."""
+        """Tensor of partial sums -> the operator that produced them; others may have passed them on since."""
         found: dict[Value, fx.Node] = {}
         for node, operator in self.model.operators.items():
             strategy = self.strategies[node.name]
@@ -227,15 +227,15 @@ class Priced:
 
     @cached_property
     def sums(self) -> Sums:
-        """Seconds of a step by what may hide them."""
+        """The seconds of a step, grouped by what may hide them."""
         return self.in_chunks(1)
 
     def in_chunks(self, chunks: int, rows: Collection[str] | None = None) -> Sums:
-        """``sums`` where devices work in chunks.
+        """``sums`` of a step in chunks.
 
         Args:
-            chunks: how many.
-            rows: names of the products whose rows the chunks are; None: they are the whole batch's.
+            chunks: the number of chunks.
+            rows: names of the products whose rows are divided into chunks; None if the whole batch is.
         """
         accumulate = self.prices.accumulate if self.prices.train else 1
         found, joined = Sums(Pass(), Pass(), self.model.depth, chunks=chunks, accumulate=accumulate), 0.0
@@ -267,15 +267,15 @@ class Priced:
 
     @property
     def host(self) -> float:
-        """Seconds in which the host starts a step's kernels."""
+        """Seconds in which the host launches a step's kernels."""
         device = self.prices.topology.device
         return device.host and device.host * self.launches
 
     @cached_property
     def launches(self) -> float:
-        """Kernels of a step, those of every chunk and what is recomputed among them.
+        """The number of kernels of a step, including those of every chunk and of recomputation.
 
-        Collectives are not: what starting one takes is in its price (`costmodel.Level.overhead`).
+        Collectives do not count: the time to launch one is in its price (`costmodel.Level.overhead`).
         """
         found, real = 0.0, len(self.prices.devices)
         for node in self.model.operators:
@@ -286,7 +286,7 @@ class Priced:
 
     @cached_property
     def updated(self) -> float:
-        """Bytes that the optimizer's step moves."""
+        """Bytes that the optimizer's step reads and writes on one device."""
         found = 0.0
         for node in self.model.captured.graph_module.graph.find_nodes(op="placeholder"):
             if node.name in self.model.captured.parameters:
@@ -296,5 +296,5 @@ class Priced:
 
 
 def _total(prices: Sequence[Price]) -> Price:
-    """All of them together."""
+    """The sum of prices."""
     return tuple.__new__(Price, map(sum, zip(*prices, strict=True)))

@@ -1,4 +1,4 @@
-"""Prices: what strategies and reshards cost on a mesh, from the cost model's expressions."""
+"""The prices of strategies and reshards on a mesh, from the cost model's expressions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from passes.strategies.strategy import Strategy, Want, gradient_of
 
 __all__ = ["Prices"]
 
-#: An all_reduce goes in stages where it then takes at most this share of its time: there are more messages to wait for.
+#: An all_reduce goes in stages if these take at most this share of its time, because more messages have to be awaited.
 _STAGED = 0.95
-#: The share of what is held that a schedule may hold besides: what is gathered early, and messages of several tensors.
+#: The share of the memory held that a schedule may hold in addition, for early gathers and for messages of several tensors.
 _SPARE = 0.025
-#: Libraries whose collectives CPU cores drive from beginning to end.
+#: Libraries whose collectives are driven by CPU cores from beginning to end.
 _DRIVEN = ("gloo", "mpi")
 
 
@@ -43,13 +43,14 @@ class Prices:
         mesh: sizes of the mesh axes.
         train: whether there is a backward pass.
         optimizer: a key of ``costmodel.memory.OPTIMIZERS``.
-        chunks: in how many chunks devices do their work, one after the other: virtual axes behind the mesh's. What such an
-            axis splits is paid for each chunk; what it joins or sums up, once and without a network.
-        together: bytes of all parameters, which travel together as their gradients do, so that latency counts little
-            (`passes.overlap.bucket`), and all_reduces go in stages where that is faster (`passes.overlap.stage`); 0: each
-            travels alone.
-        accumulate: how many micro-batches a step has. What ``reshard`` gives is for a whole step, of which gradients of
-            parameters are reduced once; all else here is for one micro-batch.
+        chunks: the numbers of chunks that a device processes one after the other: sizes of virtual axes after those of the
+            mesh. Operators and reshards that such an axis splits are paid per chunk; joins and sums over such an axis are
+            paid once, without communication.
+        together: bytes of all parameters, if collectives of parameters and of their gradients are merged, so that latency
+            counts little (`passes.overlap.bucket`), and all_reduces go in stages where that is faster
+            (`passes.overlap.stage`); 0 if every collective runs alone.
+        accumulate: the number of micro-batches of a step. ``reshard`` returns the price of a whole step, in which gradients
+            of parameters are reduced once; all other methods return that of one micro-batch.
     """
 
     def __init__(
@@ -69,21 +70,21 @@ class Prices:
         self.collective = lru_cache(maxsize=None)(self._collective)
         self.moving = lru_cache(maxsize=None)(self._moving)
         self.moved = lru_cache(maxsize=None)(self._moved)
-        self.known: dict[Hashable, np.ndarray] = {}  # what is asked for again with other weights
+        self.known: dict[Hashable, np.ndarray] = {}  # results of `spent`, needed again with other weights
         self.contention = lru_cache(maxsize=None)(lambda kind, axes: self.link(axes, kind).contention)
         self.shares = lru_cache(maxsize=None)(self._shares)
-        # Seconds of a collective without any bytes, which is waiting and takes nobody's time: one, and in stages if less.
+        # Seconds of a collective with hardly any bytes: waiting, which takes no device time; `least`: in stages if less.
         self.latency = lru_cache(maxsize=None)(lambda kind, axes: float(self.alone(kind, axes, np.ones(1))[0]))
         self.least = lru_cache(maxsize=None)(lambda kind, axes: float(self.spent(kind, axes, np.ones(1))[0, 0]))
         self.operator = lru_cache(maxsize=None)(self._operator)
 
     @property
     def spare(self) -> float:
-        """The share of what is held at a moment that a schedule may hold besides."""
+        """The share of the memory held at a moment that a schedule may hold in addition."""
         return _SPARE if self.together > 0 else 0.0
 
     def _shares(self, kind: str, axes: tuple[int, ...]) -> np.ndarray:
-        """Of a second of a collective over ``axes``: 1, its bytes' share of the device's time, and of each level's."""
+        """Per second of a collective over ``axes``: 1, the share that takes compute time, the share of each level."""
         busy = self.link(axes, kind).busy
         return np.array([1.0, self.contention(kind, axes), *(busy.get(level.name, 0.0) for level in self.topology.levels)])
 
@@ -95,17 +96,17 @@ class Prices:
         return collectives.bytes_moved(kind, math.prod(self.mesh[a] for a in axes), volumes)
 
     def spent(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
-        """Seconds of a collective over ``axes`` for many sizes, and what they occupy.
+        """Seconds of a collective over ``axes`` for many sizes, and of what it occupies.
 
         Args:
-            kind, axes: of the collective.
-            volumes: in bytes of the larger tensor on one device.
-            parameter: they move parameters or their gradients, which may travel with others: copied into one message,
-                and out of it.
+            kind, axes: the kind of the collective, and its mesh axes.
+            volumes: bytes of the larger tensor on one device.
+            parameter: whether it moves parameters or their gradients, which may be merged with others: copied into one
+                message, and out of it.
 
         Returns:
-            ``[2 + levels, ...]`` seconds: of communicating; of those that take compute time; and for every level of
-            the network, innermost first, those in which it is occupied.
+            ``[2 + levels, ...]`` seconds: of communication; of the communication that takes compute time; and for every
+            level of the network, innermost first, of the communication that occupies it.
         """
         key = kind, axes, parameter, volumes.shape, volumes.tobytes()
         if key not in self.known:
@@ -121,22 +122,22 @@ class Prices:
             found = np.where(staged[0] < _STAGED * found[0], staged, found)
         if not parameter:
             return found
-        latency = np.minimum(self.least(kind, axes), found[0])  # of less than a byte, where there is none
+        latency = np.minimum(self.least(kind, axes), found[0])  # which is less for no bytes
         merged = np.asarray(overlap.merged(found[0], latency, volumes / self.together))
         share = np.divide(merged, found[0], out=np.ones_like(merged), where=found[0] > 0)
-        taken = found[1]  # fewer messages are no fewer bytes
+        taken = found[1]  # merging does not reduce the bytes
         found = found * share
         found[1] = taken
         bytes_copied = overlap.copied(kind, math.prod(self.mesh[a] for a in axes), volumes)
         copying = np.where(share < 1, 2 * np.asarray(bytes_copied) / self.topology.device.memory_bandwidth, 0.0)
-        found[:2] += copying  # which keeps the device busy, and no level
+        found[:2] += copying  # which occupies the device, but no level
         return np.asarray(found)
 
     def at_once(self, kind: str, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
-        """``spent`` by one collective, which neither goes in stages nor travels with others.
+        """``spent`` of one collective, which is neither in stages nor merged with others.
 
-        What moves parameters is hidden in few messages, of which only the bytes take compute time. Chunks hide
-        activations in many; where CPU cores drive them, they have to wake for each, and its latency is compute time.
+        Communication of parameters is hidden in few messages, of which only the bytes take compute time. Chunks hide
+        activations in many messages; CPU cores that drive these wake up for each, so its latency is compute time, too.
         """
         alone = self.alone(kind, axes, volumes)
         found = np.multiply.outer(self.shares(kind, axes), alone)
@@ -151,7 +152,7 @@ class Prices:
         return np.asarray(collectives.of_link(kind, volumes, self.link(axes, kind), self.topology.library))
 
     def in_stages(self, axes: tuple[int, ...], volumes: np.ndarray, parameter: bool = False) -> np.ndarray:
-        """``spent`` by an all_reduce that goes over the last axis first; see `passes.overlap.stage`."""
+        """``spent`` of an all_reduce in stages, over the last axis first; see `passes.overlap.stage`."""
         rest, inner = axes[:-1], axes[-1:]
         shares = volumes / self.mesh[inner[0]]
         between = self.at_once("all_reduce", rest, shares, parameter)
@@ -162,14 +163,14 @@ class Prices:
         return np.asarray(within + between)
 
     def faster_staged(self, axes: tuple[int, ...], volume: float) -> bool:
-        """Whether an all_reduce of so many bytes goes over the last of the axes first; see `passes.overlap.stage`."""
+        """Whether an all_reduce of ``volume`` bytes goes in stages, the last axis first; see `passes.overlap.stage`."""
         one = np.array([volume])
         return bool(self.in_stages(axes, one)[0, 0] < _STAGED * self.alone("all_reduce", axes, one)[0])
 
     def _moving(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, parameter: bool = False
     ) -> Price:
-        """Of the steps from one layout to another."""
+        """The price of the reshard steps from one layout to another, once."""
         compute_seconds, received, spent = 0.0, 0.0, self._nothing()
         real, state = len(self.devices), list(source)
         found = {step: elements for step, elements in moves(shape, source, target, self.mesh)}
@@ -182,7 +183,7 @@ class Prices:
                 received += times * float(self._received(step.kind, step.axes, volume))
             for axis in step.axes:
                 state[axis] = target[axis]
-            if step.axes[0] >= real and step.kind in COMMUNICATING:  # read every chunk's, write one
+            if step.axes[0] >= real and step.kind in COMMUNICATING:  # reads the part of every chunk, writes one
                 read = math.prod(self.mesh[axis] for axis in step.axes)
                 compute_seconds += (read + 1) * volume / self.topology.device.memory_bandwidth
         return self._price(received, compute_seconds, spent)
@@ -193,12 +194,12 @@ class Prices:
     def _price(
         self, received: float, compute: float, spent: np.ndarray, late: float = 0.0, spent_late: float = 0.0
     ) -> Price:
-        """``spent`` as it is named above; which shares of computing and of it belong to the backward pass."""
+        """A `Price`; the shares ``late`` of ``compute`` and ``spent_late`` of ``spent`` belong to the backward pass."""
         ahead, behind = (1 - spent_late) * spent, spent_late * spent
         return Price(received, [(1 - late) * compute, *ahead.tolist()], [late * compute, *behind.tolist()])
 
     def _times(self, splits: Sequence[bool]) -> int:
-        """How often something is done, given which virtual axes split it."""
+        """The number of chunks in which something is done, given which virtual axes split it."""
         return math.prod(n for n, cut in zip(self.mesh[len(self.devices) :], splits, strict=True) if cut)
 
     def reshard(
@@ -212,15 +213,15 @@ class Prices:
         parameter: bool = False,
         cast: Cast | None = None,
     ) -> Price:
-        """One tensor's reshards in a step, with their mirrors.
+        """The price of one tensor's reshards in a step, and of the opposite ones of its gradient.
 
         Args:
             value: the whole tensor.
             have, want: layouts.
-            gradient: one comes back.
-            regather: it is gathered again for the backward pass.
-            parameter: it is a parameter.
-            cast: its dtypes; left out, all are its own.
+            gradient: whether a gradient is returned.
+            regather: whether the tensor is resharded again for the backward pass.
+            parameter: whether it is a parameter.
+            cast: its dtypes; None if all are the dtype of ``value``.
         """
         cast = cast or Cast(value.dtype, value.dtype, value.dtype)
         return self.moved(tuple(value.shape), have, want, cast, gradient, regather, parameter)
@@ -244,7 +245,7 @@ class Prices:
         return there.plus(back if waits or self.accumulate == 1 else back.times(self.accumulate))
 
     def returning(self, shape: tuple[int, ...], have: Layout, want: Want, cast: Cast, *, parameter: bool = False) -> Price:
-        """The mirror of one tensor's reshard, once: how its gradient comes back."""
+        """The price of returning one tensor's gradient, once: the opposite of its reshard."""
         back = self.moving(shape, cast.reduced.itemsize, want.gradient, gradient_of(have), parameter)
         if cast.back:
             seconds = self.casting(self._part(shape, want.gradient), cast.used, cast.reduced)
@@ -252,7 +253,7 @@ class Prices:
         return back.backward
 
     def casting(self, elements: Any, source: torch.dtype, target: torch.dtype) -> Any:
-        """Seconds of casting so many elements from one dtype to another: the bytes read and written."""
+        """Seconds of casting ``elements`` elements from one dtype to another: the time of the bytes read and written."""
         return elements * float(source.itemsize + target.itemsize) / self.topology.device.memory_bandwidth
 
     def _part(self, shape: tuple[int, ...], layout: Layout) -> int:
@@ -260,7 +261,7 @@ class Prices:
         return math.prod(local_shape(shape, layout, self.mesh))
 
     def work(self, space: Space, flop: float, run: Run) -> compute.Work | None:
-        """What one device computes of an operator in a step, ``[S]``; None where there is nothing to do."""
+        """The work of an operator on one device in a micro-batch, ``[S]``; None if there is none."""
         node, table = space.operator.node, rule_of(space.operator.node)
         operands, results = [n.meta["val"] for n in operands_of(node)], results_of(node)
         if (not operands and not results) or (table is not None and table.view):
@@ -280,16 +281,16 @@ class Prices:
         if run.fused is None:
             return compute.Work(share, passes * sum((*read, *written)), dtype, kind_of(node), dims, passes)
         moved = sum(run.fused.moved(read, written)[: 2 if passes > 1 else 1])
-        # Whatever it computes, it is a loop that the compiler wrote.
+        # Whatever the operator's kind, the compiler generates a loop.
         return compute.Work(share, moved, dtype, "pointwise", dims, run.kernels(node))
 
     def computing(self, space: Space, flop: float, run: Run) -> np.ndarray:
-        """Seconds of computing for all strategies at once, ``[S]``."""
+        """Seconds of computation for all strategies at once, ``[S]``."""
         work = self.work(space, flop, run)
         return np.zeros(len(space.serves)) if work is None else np.asarray(work.seconds(self.topology.device))
 
     def behind(self, node: fx.Node, run: Run) -> tuple[float, float]:
-        """Which shares of an operator's computing, and of the collectives inside it, belong to the backward pass."""
+        """The shares of an operator's computation, and of the collectives inside it, that belong to the backward pass."""
         times, (forward, backward) = run.passes(node), run.sums(node)
         if times == 1:
             return 0.0, 0.0
@@ -298,7 +299,7 @@ class Prices:
         return late / max(ahead + late, 1.0), backward / max(forward + backward, 1)
 
     def inside(self, space: Space, run: Run) -> tuple[np.ndarray, np.ndarray]:
-        """Of collectives inside the operator for all strategies at once: bytes received, ``[S]``, and `spent`."""
+        """Bytes received, ``[S]``, and `spent` of the collectives inside an operator, for all strategies at once."""
         rule, table = space.operator.rule, rule_of(space.operator.node)
         received, found = np.zeros(len(space.serves)), np.zeros((len(self._nothing()), len(space.serves)))
         if rule is None or table is None or not rule.inner:
@@ -316,11 +317,11 @@ class Prices:
         return received, found
 
     def bytes(self, value: torch.Tensor, layout: Layout) -> float:
-        """Bytes of one device's part."""
+        """Bytes of one device's part of a tensor."""
         return float(self._part(tuple(value.shape), layout) * value.element_size())
 
     def _operator(self, operator: Operator, strategy: Strategy, flop: float, run: Run) -> Price:
-        """One operator under one strategy: roofline compute, and the collectives of its lowering."""
+        """The price of one operator under one strategy: roofline compute, and the collectives of its lowering."""
         alone = Space.alone(operator, strategy)
         (seconds,) = self.computing(alone, flop, run).tolist()
         received, spent = self.inside(alone, run)
@@ -329,13 +330,13 @@ class Prices:
         return price.times(times)
 
     def update_bytes(self, elements: Any, itemsize: int) -> Any:
-        """Bytes that the optimizer's step moves for parameters of so many elements on one device."""
+        """Bytes that the optimizer's step reads and writes for parameters of ``elements`` elements on one device."""
         return memory.update_bytes(elements, itemsize, self.optimizer) if self.train else 0.0 * elements
 
     def updating(self, moved: Any) -> Any:
-        """Seconds of an optimizer's step that moves so many bytes."""
+        """Seconds of an optimizer's step that reads and writes ``moved`` bytes."""
         return compute.seconds(0.0, moved, self.topology.device, "float32", kind="pointwise", launches=0.0)
 
     def states(self, elements: np.ndarray, itemsize: int) -> np.ndarray:
-        """Bytes of parameters of so many elements on one device, with gradient and optimizer state."""
+        """Bytes of parameters of ``elements`` elements on one device, with gradients and optimizer state if training."""
         return np.asarray(memory.state_bytes(elements, itemsize, self.optimizer, train=self.train))

@@ -1,8 +1,8 @@
-"""Which results are recomputed for the backward pass instead of being kept for it.
+"""Which results are recomputed for the backward pass instead of being saved for it.
 
-What is recomputed is a property of operators, as their strategies are: every way of asking for it below becomes a set of
-operators, and prices, footprints and graphs know nothing else. Only what the backward pass reads is recomputed: a result
-that a gradient's formula uses, or that is needed to recompute another.
+Recomputation is a property of operators, as their strategies are: each of the options below is translated to a set of
+operators, and prices, footprints and graphs use nothing else. Only results that the backward pass reads are recomputed:
+those that the formula of a gradient reads, and those needed to recompute others.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # the outermost element of a lis
 
 
 def recomputed_by(model: Model, way: str | Sequence[str], checkpoints: bool = False) -> Mapping[fx.Node, bool]:
-    """What is recomputed -> whether the collectives that bring it into other layouts are repeated.
+    """Recomputed operator -> whether the collectives that bring its results into other layouts are repeated.
 
     Args:
-        model: analysed.
-        way: ``none``; ``selective``, all but matrix products, lookups in weights and what collectives bring; ``full``, all
-            inside repeated blocks (elements of lists of modules; children of the model, where there are no lists) but the
-            results that leave them; or names of modules that are such blocks.
-        checkpoints: besides, what the model's own ``torch.utils.checkpoint`` says.
+        model: the analysed model.
+        way: ``none``; ``selective``: all but matrix products, lookups in weights and results of collectives; ``full``: all
+            inside repeated blocks (elements of lists of modules; children of the model, if there are no lists) but the
+            results that leave them; or the names of modules that are such blocks.
+        checkpoints: whether to add the operators that the model's own ``torch.utils.checkpoint`` recomputes.
 
     Raises:
-        AutotpError: a name is no module's, or some operator in one draws random numbers that cannot be repeated.
+        AutotpError: no operator is in a module of a given name, or one in such a module draws random numbers that cannot be
+            repeated.
     """
     nodes = list(model.operators)
     own = _checkpoints(nodes) if checkpoints else {}
@@ -60,9 +61,9 @@ def recomputed_by(model: Model, way: str | Sequence[str], checkpoints: bool = Fa
 
 
 def within_kernels(model: Model) -> Model:
-    """The model that recomputes, besides, what stays inside compiled kernels.
+    """The model that also recomputes the results that stay inside compiled kernels.
 
-    The backward pass makes it again of what is in memory in any case, where its gradients are computed.
+    The backward pass recomputes them from tensors that are in memory anyway, in the kernels of their gradients.
     """
     runs, fresh = Runs(model), set(undrawn(model.captured.graph_module.graph))
     chosen = dict(model.recomputed)
@@ -75,9 +76,9 @@ def within_kernels(model: Model) -> Model:
 
 
 def undecided(model: Model) -> Model:
-    """The model where the planner decides: of everything that ``full`` recomputes, what is kept after all.
+    """The model in which all operators that ``full`` recomputes are undecided: the planner decides which are recomputed.
 
-    What the model recomputes already stays so.
+    Operators that the model already recomputes stay recomputed.
     """
     blocks = _blocks(list(model.operators), "full")
     last = {block: node for node, block in blocks.items()}
@@ -90,14 +91,14 @@ def undecided(model: Model) -> Model:
 
 
 def decided(model: Model, recomputed: Collection[fx.Node]) -> Model:
-    """The model where these of the undecided operators are recomputed, as far as the backward pass reads them."""
+    """The model in which the given undecided operators are recomputed, as far as the backward pass reads them."""
     chosen = dict.fromkeys(recomputed, True) | dict(model.recomputed)
     _keep_what_is_shown(model, chosen)
     return replace(model, recomputed=_needed(model, chosen), undecided={})
 
 
 def keeping(model: Model, nodes: Collection[fx.Node]) -> Model:
-    """The model that keeps some of what it recomputes, and then whatever it recomputes for their sake alone."""
+    """The model that saves the results of some recomputed ``nodes``, and recomputes no operators only for their sake."""
     chosen = {node: repeats for node, repeats in model.recomputed.items() if node not in nodes}
     _keep_what_is_shown(model, chosen)
     return replace(model, recomputed=_needed(model, chosen))
@@ -113,20 +114,20 @@ def _inside(model: Model, blocks: Mapping[fx.Node, str]) -> list[fx.Node]:
 
 
 def _checkpoints(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """The call of a checkpointed function of every operator that ran in one."""
+    """Operator that ran in a checkpointed function -> the number of that call."""
     numbers = {node: note_of(node).checkpoint.number for node in nodes}
     return {node: str(number) for node, number in numbers.items() if number}
 
 
 def _dear(model: Model, node: fx.Node) -> bool:
-    """Whether an operator is a product, or reads a weight of two dims or more."""
+    """Whether an operator is a product, reads a weight of two dims or more, or has no rule."""
     rule, parameters = rule_of(node), model.captured.parameters
     weighs = any(operand.name in parameters and operand.meta["val"].dim() > 1 for operand in model.operands[node])
     return rule is None or rule.flop is not None or weighs
 
 
 def _blocks(nodes: Sequence[fx.Node], way: str | Sequence[str]) -> dict[fx.Node, str]:
-    """The block of every operator that is in one."""
+    """Operator in a block -> the name of the block."""
     paths = {node: note_of(node).module for node in nodes}
     if isinstance(way, str):
         found = {node: match.group() for node, path in paths.items() if (match := _BLOCK.match(path))}
@@ -142,14 +143,14 @@ def _blocks(nodes: Sequence[fx.Node], way: str | Sequence[str]) -> dict[fx.Node,
 
 
 def _keep_what_is_shown(model: Model, chosen: dict[fx.Node, bool]) -> None:
-    """A view that is kept holds the memory of what it shows, which is kept with it."""
+    """Remove the bases of views that are not recomputed from ``chosen``: such a view keeps its base in memory."""
     for node, shown in reversed(model.shown.items()):
         if node not in chosen:
             chosen.pop(shown[0], None)
 
 
 def _needed(model: Model, chosen: Mapping[fx.Node, bool]) -> dict[fx.Node, bool]:
-    """Those that the backward pass reads."""
+    """The ``chosen`` operators whose results the backward pass reads."""
     found: dict[fx.Node, bool] = {}
     for node in reversed(list(model.operators)):
         reads = {value[0] for value in model.read_back(node, node in found)}

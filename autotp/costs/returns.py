@@ -1,4 +1,4 @@
-"""How gradients come back: summed in the layout that was wanted, brought to the tensor's own, and cast as it rests."""
+"""The return of gradients: summed in the layout that operators return, resharded to the tensor's own, cast to its dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.strategies.strategy import Want, gradient_of
 
 __all__ = ["Returns", "Slot"]
 
-#: A tensor and, where its gradient has to move, how those want it that return it.
+#: A tensor and, if its gradient has to be resharded or cast, what the operators that return it require of the tensor.
 Slot = tuple[Value, Want | None]
 #: Bytes of one device's part of a tensor in a layout, in its own dtype or another.
 Size = Callable[[torch.Tensor, Layout, torch.dtype | None], float]
@@ -30,13 +30,13 @@ class Returns:
 
     Args:
         priced: the plan's strategies and layouts.
-        operands: of every operator.
-        size: of tensors.
-        reach: called with bytes that are held for a moment, beside ``held.total``.
-        traced: sums over devices are left where the summands were.
+        operands: operator -> its operands.
+        size: returns the bytes of tensors.
+        reach: called with the bytes that are held temporarily in addition to ``held.total``.
+        traced: whether sums over devices are in place.
 
     Attributes:
-        held: the gradients that there are, by slot.
+        held: the gradients held, by slot.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Returns:
         for node, each in operands.items():
             wants = priced.strategies[node.name].wants
             self.slots[node] = [self._slot(value_of(operand), want) for operand, want in zip(each, wants, strict=True)]
-            for slot in self.slots[node]:  # the first of those that want it so is the last to return its gradient
+            for slot in self.slots[node]:  # the first operator with a slot is the last to return its gradient
                 if slot not in seen:
                     seen.add(slot)
                     self.ends[node][slot] = None
 
     def _slot(self, value: Value, want: Want) -> Slot:
-        """Where a gradient is added up: with those of others that want the tensor so."""
+        """The slot in which a gradient is summed, with those of other operators that require the tensor in this way."""
         have = self.priced.layouts[value]
         stays = want.layout == have and want.gradient == gradient_of(have)
         return value, None if stays and not cast_of(self.model.named[value]).changes else want
 
     def wait(self) -> None:
-        """The gradients of parameters appear that earlier micro-batches left: not reduced, where that takes the network."""
+        """Add the gradients of parameters from earlier micro-batches, unreduced if the reduction communicates."""
         waiting: dict[Slot, float] = {}
         parameters = self.model.captured.parameters
         for value, want in (slot for slots in self.slots.values() for slot in slots):
@@ -84,12 +84,12 @@ class Returns:
             self.held.arrive(slot, size)
 
     def arrive(self, node: fx.Node, position: int, result: torch.Tensor, *, shares: bool) -> None:
-        """An operator's gradient of an operand arrives: its result's, where it may be that.
+        """Add an operator's gradient of an operand, in the memory of the result's gradient if it may share that.
 
         Args:
-            node, position: which.
-            result: the operator's first.
-            shares: it is the only one.
+            node, position: the operator, and the position of the operand.
+            result: the operator's first result.
+            shares: whether it is the only one.
         """
         tensor, rule = self.operands[node][position].meta["val"], rule_of(node)
         want, source = self.priced.strategies[node.name].wants[position], None
@@ -98,13 +98,13 @@ class Returns:
         self.held.arrive(self.slots[node][position], self.size(tensor, want.gradient, None), source)
 
     def ended(self, node: fx.Node) -> None:
-        """After an operator's turn, gradients that all have returned come to where their tensors are."""
+        """After an operator's turn, bring the gradients that are complete to the layouts of their tensors."""
         for value, want in self.ends[node]:
             if want is not None and (value, want) in self.held:
                 self._bring(value, want)
 
     def _bring(self, value: Value, want: Want) -> None:
-        """A gradient, returned as it is wanted, comes to the layout of its tensor, and to the dtype in which it rests."""
+        """Cast and reshard a complete gradient to the layout of its tensor, and to the tensor's dtype at rest."""
         own, named = gradient_of(self.priced.layouts[value]), self.model.named[value]
         tensor, cast, slot = named.meta["val"], cast_of(named), (value, want)
         shape, layouts = tuple(tensor.shape), (want.gradient, own)

@@ -1,4 +1,4 @@
-"""How a step runs each operator: whether it has gradients, is recomputed, and what of it stays inside a compiled kernel."""
+"""How a step runs each operator: if it has gradients, if it is recomputed, and what stays inside compiled kernels."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from passes.rules.table import rule_of
 
 __all__ = ["Fused", "Run", "Runs"]
 
-#: Kinds of operators that a compiler makes one kernel of, where one reads what another gives.
+#: Kinds of operators that a compiler fuses into one kernel if one reads the result of another.
 _FUSING = frozenset({"pointwise", "norm", "softmax", "copy"})
 
 
 class Fused(NamedTuple):
-    """How often what an operator reads and makes goes through memory where it is compiled with the operators beside it.
+    """How often operands and results pass through memory if an operator is compiled together with its neighbours.
 
-    In the forward pass a kernel reads what is made outside it, once, and writes what is read outside it, or in the
-    backward pass. There it reads the gradients of what is read outside, and what was kept, once, and writes the gradients
-    of what was made outside; and of what is recomputed, what is read outside.
+    In the forward pass, a kernel reads the tensors made outside it, once, and writes those read outside it or in the
+    backward pass. In the backward pass, it reads the gradients of the tensors read outside, and the saved tensors, once,
+    and writes the gradients of the tensors made outside, and the recomputed tensors that are read outside.
 
     Attributes:
-        operands: for each operand, times in the forward pass, and in the backward pass its gradient included.
+        operands: for each operand, the times in the forward pass, and those in the backward pass, its gradient included.
         results: the same for each result.
-        besides: what is written for the backward pass and read there: (an operand, or -1 for the first result; how many
-            times as large it is).
-        ends: whether something is read outside the kernel that it is in; kernels are counted where they end.
+        besides: other tensors, written for the backward pass and read there: (an operand, or -1 for the first result; the
+            size relative to it).
+        ends: whether its result is read outside its kernel; kernels are counted where they end.
     """
 
     operands: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class Fused(NamedTuple):
     ends: bool = True
 
     def moved(self, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, Any]:
-        """Bytes in the forward and in the backward pass, given those of every operand and result."""
+        """Bytes read and written in the forward and in the backward pass, given those of every operand and result."""
         tensors = [*zip(operands, self.operands, strict=True), *((each, self.results) for each in results)]
         kept = sum([*operands, *results[:1]][position] * larger for position, larger in self.besides)
         ahead, behind = (sum(each * times[i] for each, times in tensors) for i in (0, 1))
@@ -52,9 +52,9 @@ class Run(NamedTuple):
     """How a step runs an operator.
 
     Attributes:
-        gradient: gradients flow through it.
-        recomputed: the backward pass runs it again.
-        fused: what goes through memory for it where it is compiled with the operators beside it; None where it is not.
+        gradient: whether gradients flow through it.
+        recomputed: whether the backward pass runs it again.
+        fused: how often its tensors pass through memory, if it is compiled together with its neighbours; else None.
     """
 
     gradient: bool
@@ -62,37 +62,37 @@ class Run(NamedTuple):
     fused: Fused | None = None
 
     def passes(self, node: fx.Node) -> float:
-        """Times the operator's work is done in a step."""
+        """The operator's work in a step, as a multiple of that of its forward pass."""
         rule = rule_of(node)
         return 1.0 + self.gradient * (2.0 if rule is None else rule.backward) + self.recomputed
 
     def kernels(self, node: fx.Node) -> float:
-        """Its kernels in a step; one of several fused operators counts where it ends, and recomputes in its gradients'."""
+        """The number of its kernels in a step. A fused operator counts only if it ends one; recomputation adds none."""
         if self.fused is None:
             return self.passes(node)
         return self._replace(recomputed=False).passes(node) if self.fused.ends else 0.0
 
     def sums(self, node: fx.Node) -> tuple[int, int]:
-        """Times that collectives inside it run in either pass, if there are any."""
+        """How often collectives inside it run in the forward and in the backward pass, if there are any."""
         rule = rule_of(node)
         forward, backward = (1, 0) if rule is None else rule.statistics
         return forward, self.gradient * backward + self.recomputed * forward
 
 
 class Runs:
-    """How a step runs the operators of a model; what is undecided, as if its results were kept, or as if not."""
+    """How a step runs the operators of a model, if its undecided operators are not recomputed, and if they are."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def run(self, node: fx.Node) -> Run:
-        """How a step runs an operator, if nothing undecided is recomputed."""
+        """How a step runs an operator, if no undecided operator is recomputed."""
         if not self.model.train:
             return Run(False, False, self._fused.get(node))
         return Run(node in self.model.differentiated, node in self.model.recomputed, self._fused.get(node))
 
     def rerun(self, node: fx.Node) -> Run | None:
-        """How it runs an undecided operator, if all of those are recomputed; None for others."""
+        """How a step runs an undecided operator, if all of these are recomputed; None for other operators."""
         if not self.model.train or node not in self.model.undecided:
             return None
         return Run(node in self.model.differentiated, True, self._refused.get(node))
@@ -107,19 +107,19 @@ class Runs:
 
 
 def _fused(model: Model, recomputed: Collection[fx.Node]) -> Mapping[fx.Node, Fused]:
-    """Operator of a kind that a compiler fuses -> what goes through memory for it, wherever collectives are.
+    """Operator of a kind that a compiler fuses -> how often its tensors pass through memory, wherever collectives are.
 
-    Two of them are in one kernel if one reads what the other makes, or both read the same, unless something that is not
-    fused lies on another way from one to the other. In the backward pass, what is recomputed is in the kernel of its
-    gradients.
+    Two such operators are in one kernel if one reads a result of the other, or both read the same tensor, unless an
+    operator that is not fused lies on another path between them. In the backward pass, a recomputed operator is in the
+    kernel of its gradients.
 
     Args:
-        model: analysed; without ``compiled``, nothing is fused.
-        recomputed: what the backward pass recomputes, if it reads it.
+        model: the analysed model; nothing is fused unless it is ``compiled``.
+        recomputed: operators that the backward pass recomputes if it reads their results.
     """
     if not model.compiled:
         return {}
-    depth: dict[fx.Node, int] = {}  # how many changes between what is fused and what is not lie before an operator
+    depth: dict[fx.Node, int] = {}  # the most edges to or from nodes that are not fused, on a path to an operator
     fusing = {node for node in model.operators if (rule := rule_of(node)) is not None and rule.kind in _FUSING}
     fusing -= model.shown.keys()
     shown = {node: [model.root(value_of(n)) for n in operands] for node, operands in model.operands.items()}
@@ -131,7 +131,7 @@ def _fused(model: Model, recomputed: Collection[fx.Node]) -> Mapping[fx.Node, Fu
         if node not in model.shown:
             leaves |= {value for value, within in zip(values, inside[node], strict=True) if not within}
     back: dict[fx.Node, Collection[int]] = {}  # the operands that the backward pass reads
-    read: set[Value] = set()  # by it; and in another kernel than where it was made
+    read: set[Value] = set()  # tensors that it reads; `outside`: those made in another kernel
     outside: set[Value] = set()
     again: set[fx.Node] = set()
     for node, values in reversed(shown.items()):

@@ -1,4 +1,4 @@
-"""A step: its moments, and its seconds by what may hide them."""
+"""A step: its moments, and its seconds, grouped by what may hide them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Moment", "Pass", "Sums", "Turn"]
 
 
 class Turn(enum.IntEnum):
-    """What goes on: an operator runs, the gradients of its results arrive, or its backward pass runs."""
+    """The turns of an operator: it runs, the gradients of its results arrive, or its backward pass runs."""
 
     FORWARD = 0
     ARRIVAL = 1
@@ -24,7 +24,7 @@ class Turn(enum.IntEnum):
 
 
 class Moment(NamedTuple):
-    """When something is held: at which turn of the operator of this number."""
+    """A moment of a step: a turn of the operator with the number ``at``."""
 
     at: int
     turn: Turn
@@ -32,14 +32,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Seconds of one pass on each device, by what may hide them (see `costmodel.overlap`).
+    """Seconds of one pass on each device, grouped by what may hide them (see `costmodel.overlap`).
 
     Attributes:
-        compute: of computing.
-        activations: of communication that moves activations or their gradients.
-        parameters: of communication that moves parameters or their gradients.
-        contended_activations, contended_parameters: those of them that take compute time from the device.
-        levels: of either communication on each level of the network, innermost first.
+        compute: seconds of computation.
+        activations: seconds of communication of activations or their gradients.
+        parameters: seconds of communication of parameters or their gradients.
+        contended_activations, contended_parameters: the part of these that takes compute time from the device.
+        levels: seconds of all communication on each level of the network, innermost first.
     """
 
     compute: float = 0.0
@@ -50,7 +50,7 @@ class Pass:
     levels: tuple[float, ...] = ()
 
     def and_so_often(self, other: Pass, times: float) -> Pass:
-        """With another pass, so many times."""
+        """The sum of this pass and ``times`` times another one."""
         *mine, levels = astuple(self)
         *its, others = astuple(other)
         sums = (one + times * more for one, more in zip(mine, its, strict=True))
@@ -58,7 +58,7 @@ class Pass:
         return Pass(*sums, tuple(occupied))  # type: ignore[call-arg]
 
     def plus(self, figures: Sequence[float], *, parameter: bool) -> Pass:
-        """With a pass of a `Price` more, which moves a parameter or its gradient, or something else."""
+        """The sum of this pass and one of a `Price`; ``parameter``: whether that moves a parameter or its gradient."""
         compute, communication, contended, *levels = figures
         every = tuple(mine + more for mine, more in itertools.zip_longest(self.levels, levels, fillvalue=0.0))
         found = replace(self, compute=self.compute + compute, levels=every)
@@ -80,17 +80,17 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Seconds of a step on each device, by what may hide them (see `costmodel.overlap`).
+    """Seconds of a step on each device, grouped by what may hide them (see `costmodel.overlap`).
 
     Attributes:
-        forward, backward: the passes.
-        depth: operators with a weight.
-        chunks: in how many chunks this is done; 1 for none.
-        hidden: seconds of activations' communication that other chunks hide, in both passes.
-        accumulate: how many micro-batches the step has; the passes are of all of them together.
-        reductions: what of the backward pass the last of several micro-batches does alone.
+        forward, backward: the passes, summed over all micro-batches.
+        depth: the number of operators with a weight.
+        chunks: the number of chunks; 1 without chunks.
+        hidden: seconds of communication of activations that other chunks hide, in both passes.
+        accumulate: the number of micro-batches of the step.
+        reductions: the part of the backward pass that only the last of several micro-batches has.
         update: seconds of the optimizer's step, which follows the last backward pass.
-        host: seconds in which the host starts the step's kernels.
+        host: seconds in which the host launches the step's kernels.
     """
 
     forward: Pass
@@ -105,30 +105,30 @@ class Sums:
 
     @property
     def compute(self) -> float:
-        """All computing."""
+        """Seconds of computation, with the optimizer's step."""
         return self.forward.compute + self.backward.compute + self.update
 
     @property
     def activations(self) -> float:
-        """All communication that moves activations and their gradients."""
+        """Seconds of communication of activations and their gradients."""
         return self.forward.activations + self.backward.activations
 
     @property
     def parameters(self) -> float:
-        """All communication that moves parameters and their gradients."""
+        """Seconds of communication of parameters and their gradients."""
         return self.forward.parameters + self.backward.parameters
 
     @property
     def communication(self) -> float:
-        """All communication."""
+        """Seconds of communication."""
         return self.activations + self.parameters
 
     @property
     def sides(self) -> tuple[tuple[float, ...], ...]:
-        """Of either pass: seconds if the device limits it, and if each level of the network does.
+        """For each pass, the seconds if the device limits it, and if each level of the network does.
 
-        With several micro-batches: of all forward passes, of all backward passes but the last, and of the last. At the end
-        those of the optimizer's step.
+        With several micro-batches: for all forward passes, for all backward passes but the last, and for the last. The
+        last entry is that of the optimizer's step.
         """
         share = self.hidden / self.activations if self.activations else 0.0
         passes = [self.forward, self.backward]
@@ -138,7 +138,7 @@ class Sums:
         return (*(each.sides(self.depth, self.chunks, share * each.activations) for each in passes), (self.update,))
 
     def at_least(self, chunks: int) -> Sums:
-        """What the step would take in chunks that cost nothing, if all can be."""
+        """The sums in ``chunks`` chunks of the whole batch, in the best case: no additional work, all of it in chunks."""
         hidden = float(overlap.hidden_by_batch(self.activations, self.depth, chunks))
         return replace(self, chunks=chunks, hidden=hidden)
 
@@ -148,7 +148,7 @@ class Sums:
         return self.forward, self.backward
 
     def plus(self, price: Price, *, parameter: bool = False, times: int = 1) -> Sums:
-        """With so many times something of this price, which moves a parameter or its gradient, or something else."""
+        """These sums plus ``times`` times a price; ``parameter``: whether that moves a parameter or its gradient."""
         forward, backward = price.times(times).passes
         return replace(
             self,
@@ -157,20 +157,20 @@ class Sums:
         )
 
     def reducing(self, price: Price, times: int = 1) -> Sums:
-        """With so many times something, counted already, that the last micro-batch does alone in its backward pass."""
+        """Mark ``times`` times a price, already counted, as paid in the backward pass of the last micro-batch only."""
         _, backward = price.times(times).passes
         return replace(self, reductions=self.reductions.plus(backward, parameter=True))
 
     def step(self, hides: bool) -> float:
-        """Seconds of a step that never waits for the host, its communication hidden behind computing or not."""
+        """Seconds of a step that never waits for the host; ``hides``: whether communication overlaps with computation."""
         return sum(map(max, self.sides)) if hides else self.compute + self.communication
 
     def seconds(self, hides: bool) -> float:
-        """Seconds of a step. Of two with equal kernels, the one that is shorter by ``step`` is shorter."""
+        """Seconds of a step, with waits for the host. For equal kernels, they increase with ``step``."""
         return overlap.hosted(self.step(hides), self.host)
 
     def predicted(self, hides: bool, memory_bytes: float) -> Predicted:
-        """What a plan is to say of a step."""
+        """The prediction of a step that a plan reports."""
         step, seconds = self.step(hides), self.seconds(hides)
         exposed = max(step - self.compute, 0.0)  # rounding may make it negative
         times = seconds, self.compute, self.communication, exposed

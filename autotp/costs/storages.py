@@ -11,19 +11,19 @@ from passes.rules.factors import Value, value_of
 
 __all__ = ["CAST", "Key", "Storages", "casts"]
 
-#: A tensor in a layout.
+#: A storage: a tensor in a layout.
 Key = tuple[Value, Layout]
-#: As the number of a parameter's result: what it is cast to.
+#: In the place of a result number: the cast copy of a parameter.
 CAST = 1
 
 
 class Storages:
-    """What lies where.
+    """The storages of the tensors of a plan's step.
 
     Attributes:
-        operands, results: of every operator.
-        read: operator -> the storages of its operands, as it wants them.
-        roots: a view's result -> the storage that it has.
+        operands, results: operator -> its operands, and its results.
+        read: operator -> the storages of its operands, in the layouts that it requires.
+        roots: result of a view -> its storage, that of its base.
         last: storage -> the last operator of the forward pass to read it.
     """
 
@@ -35,16 +35,16 @@ class Storages:
         self.last = self._readers()
 
     def key(self, value: Value, layout: Layout) -> Key:
-        """The storage that holds a tensor in a layout: where nothing moved, that of the tensor it is a view of.
+        """The storage of a tensor in a layout; without a reshard, that of the base if the tensor is a view.
 
-        What a parameter is cast to is a tensor of its own, beside what rests.
+        The cast copy of a parameter is a tensor of its own, in addition to the parameter at rest.
         """
         if casts(value):
             return (value[0], CAST), layout
         return self.roots.get(value, (value, layout)) if layout == self.layouts[value] else (value, layout)
 
     def _readers(self) -> dict[Key, fx.Node]:
-        """The last operator to read each storage; a reshard reads when the first who wants its result does."""
+        """Storage -> the last operator to read it; a reshard reads its source when its first consumer runs."""
         last: dict[Key, fx.Node] = {}
         for node in self.operands:
             self.read[node] = []
@@ -61,7 +61,7 @@ class Storages:
         return last
 
     def _alias(self, node: fx.Node) -> None:
-        """A view has the storage of what it views, where that is."""
+        """Give the results of a view the storage of its base, in the layout in which the view reads that."""
         value = self.shown.get(node)
         if value is not None:
             root = self.key(value, self.strategies[node.name].wants[0].layout)
@@ -70,5 +70,5 @@ class Storages:
 
 
 def casts(value: Value) -> bool:
-    """Whether it is a parameter that is cast before it is moved or used."""
+    """Whether a tensor is a parameter that is cast before it is resharded or used."""
     return value[0].op == "placeholder" and cast_of(value[0]).there

@@ -1,8 +1,8 @@
-"""What is in transit while a tensor goes from one layout to another: copies that collectives take, and their buffers.
+"""The temporary memory of reshards: the buffers of collectives, and the copies that they need.
 
-A collective that scatters sends blocks that lie one behind the other in memory, and one that gathers returns them so: where
-a dim other than the first is split, they are copied before or afterwards. A sum over all devices is left where the summand
-was.
+A collective that scatters sends blocks that are contiguous in memory, and one that gathers returns such blocks: if a dim
+other than the first is split, they are copied before or afterwards. The result of an all_reduce is left in the memory of
+its operand.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["gathers", "in_transit", "sums_in_place", "travels"]
 def in_transit(
     shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...], stays: bool, scheduled: bool
 ) -> int:
-    """The most elements of one device that a change of layout holds at once, beside those of both layouts.
+    """The peak number of elements that a reshard holds on one device, in addition to those in both layouts.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         source, target: layouts.
-        mesh: sizes of the axes.
-        stays: whether the tensor is held in the first layout until all is done; else it goes when it has been sent.
-        scheduled: whether a traced graph does it; else all that a collective is given is held until it is done.
+        mesh: sizes of the mesh axes.
+        stays: whether the tensor is held in the source layout to the end; otherwise, it is freed once it has been sent.
+        scheduled: whether a traced graph does it; otherwise, the operand of a collective is held until that is done.
     """
     found = moves(shape, source, target, mesh)
     if not found:
@@ -40,7 +40,7 @@ def in_transit(
 
 
 def _sides(step: Step, larger: int, mesh: tuple[int, ...]) -> tuple[int, int]:
-    """Elements before and after a step."""
+    """Elements on one device before and after a step."""
     smaller = larger // math.prod(mesh[axis] for axis in step.axes)
     if step.kind == "all_gather":
         return smaller, larger
@@ -48,7 +48,7 @@ def _sides(step: Step, larger: int, mesh: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _phases(step: Step, larger: int, mesh: tuple[int, ...], stays: bool) -> list[int]:
-    """Elements held while a step's blocks are put together to be sent, while they are, and while they are put apart."""
+    """Elements held while a step's blocks are packed to be sent, while they are sent, and while they are unpacked."""
     before, after = _sides(step, larger, mesh)
     if step.kind == "all_reduce":
         return [before + (after if stays else 0)]
@@ -65,18 +65,18 @@ def _phases(step: Step, larger: int, mesh: tuple[int, ...], stays: bool) -> list
 
 @lru_cache(maxsize=200_000)
 def travels(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
-    """Whether a change of layout uses the network."""
+    """Whether a reshard communicates."""
     return any(move.step.kind in COMMUNICATING for move in moves(shape, source, target, mesh))
 
 
 @lru_cache(maxsize=200_000)
 def gathers(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
-    """Whether a change of layout brings what others have, so that a parameter is brought again when it is read again."""
+    """Whether a reshard receives other devices' parts, so that a parameter is gathered again when it is read again."""
     return any(move.step.kind in GATHERING for move in moves(shape, source, target, mesh))
 
 
 @lru_cache(maxsize=200_000)
 def sums_in_place(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> bool:
-    """Whether a change of layout leaves its result in the memory of what it is given."""
+    """Whether a reshard leaves its result in the memory of its operand."""
     found = moves(shape, source, target, mesh)
     return bool(found) and all(move.step.kind == "all_reduce" for move in found)

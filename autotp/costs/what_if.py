@@ -1,4 +1,4 @@
-"""What a step costs when one operator and its copies change: equivalent tensors are priced once, and counted."""
+"""The cost of a step if one operator and its copies change strategy: equivalent tensors are priced once, and counted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["TensorClasses"]
 
 
 class TensorClasses:
-    """The tensors of a priced plan, without chunks, in classes of those whose reshards cost the same whatever is chosen.
+    """The tensors of a priced plan without chunks, in classes whose reshards cost the same for all choices of strategies.
 
-    Folded layers make most tensors copies of few: a change in a plan of thousands of operators is judged by a handful.
+    With folded layers, most tensors are copies of a few others: a change in a plan of thousands of operators is priced by
+    a handful of tensors.
     """
 
     def __init__(self, priced: Priced) -> None:
@@ -38,7 +39,7 @@ class TensorClasses:
                 self.beside[stand].append((first, len(values)))
 
     def _class(self, value: Value) -> Hashable:
-        """Equal for tensors of which one stands for all: made and read in the same way."""
+        """The class of a tensor: equal for tensors that are produced and read in the same way."""
         model, (node, number) = self.priced.model, value
         if node in model.operators:
             made: Hashable = model.stands[node], number
@@ -53,7 +54,7 @@ class TensorClasses:
         return made, frozenset(read.items())
 
     def changed(self, node: fx.Node, strategy: Strategy) -> Sums:
-        """The plan's sums with another strategy of an operator and all its copies; everything else stays."""
+        """The plan's sums with another strategy for an operator and all its copies; everything else is unchanged."""
         stand = self.priced.model.stands[node]
         found, copies = self.sums, self.copies[stand]
         found = found.plus(self.priced.alone(stand, self.priced.strategies[stand.name]), times=-copies)
@@ -67,7 +68,7 @@ class TensorClasses:
         return found
 
     def _moved(self, value: Value, other: tuple[fx.Node, Strategy] | None) -> list[Moved]:
-        """The reshards of one tensor, where ``other`` gives a node's copies another strategy."""
+        """The reshards of one tensor; ``other`` is a node and another strategy for it and its copies."""
         model = self.priced.model
 
         def strategy_of(node: fx.Node) -> Strategy:

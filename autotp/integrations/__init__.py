@@ -1,9 +1,9 @@
-"""How other frameworks use a distributed module.
+"""Adapts other frameworks to distributed modules.
 
-`generation`: causal language models of transformers generate text, with the module's own cache. `trainer`: transformers'
-`Trainer`, and `accelerator`: accelerate's `Accelerator`, for which `training_state` saves optimizers, and `adapters` those
-parameters alone that peft adds to a model. `lightning`: a strategy of Lightning's `Trainer`. These three need their
-framework as soon as they are imported.
+`generation` generates text with causal language models of transformers, with a cache in the module. `trainer` has
+transformers' `Trainer`, `accelerator` accelerate's `Accelerator`, and `lightning` a strategy for Lightning's `Trainer`:
+importing one of these three requires its framework. `training_state` saves and loads the state of optimizers for them, and
+`adapters` only those parameters that peft adds to a model.
 """
 
 from autotp.integrations.generation import WithCache, generate

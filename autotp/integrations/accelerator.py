@@ -31,16 +31,16 @@ __all__ = ["Accelerator"]
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """accelerate's ``Accelerator``, for modules that ``autotp.parallelize`` returned.
 
-    Every rank is given the same batches, which are those of the whole job, so the batch size of a data loader is the whole
-    batch's, and a scheduler steps once per step. Modules take the whole batch and return whole tensors, which are the
+    Every rank gets the same batches, those of the whole job: the batch size of a data loader is that of the whole batch,
+    and a scheduler steps once per optimizer step. Modules must take the whole batch and return whole tensors, which are the
     defaults of ``autotp.parallelize``. ``save_state`` writes the weights in Hugging Face's format, and the optimizer's
-    state as ``torch.distributed.checkpoint`` does; a job with another plan, or other ranks, can load it.
+    state by ``torch.distributed.checkpoint``; a job with another plan or another number of ranks can load it.
 
     Args:
-        options: of accelerate's ``Accelerator``. Those that change or wrap models are refused.
+        options: of accelerate's ``Accelerator``. Options that change or wrap models raise an error.
 
     Raises:
-        AutotpError: an option cannot be followed.
+        AutotpError: an option is not supported.
     """
 
     _models: list[Any]
@@ -58,23 +58,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def split_batches(self) -> bool:
-        """Whether the batch size of a data loader is that of all processes: always."""
+        """Whether the batch size of a data loader is that of the whole batch: always true."""
         return True
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As accelerate's; a distributed module is left as it is.
+        """As accelerate's, but neither moves nor wraps a distributed module.
 
         Raises:
-            AutotpError: the module is not distributed, or does not take whole batches.
+            AutotpError: the module is not distributed, or does not take whole batches and return whole outputs.
         """
         self.require_all_processes()
         return super().prepare_model(require_global(model), device_placement=False, evaluation_mode=True)
 
     def require_all_processes(self) -> None:
-        """Checks that accelerate knows of the whole job, of which each process would be the first else.
+        """Checks that accelerate's number of processes is the job's; otherwise, each process would act as the main process.
 
         Raises:
-            AutotpError: it does not.
+            AutotpError: the numbers differ.
         """
         if dist.is_initialized() and dist.get_world_size() != self.num_processes:
             raise AutotpError(
@@ -83,10 +83,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None, *rest: Any) -> Any:
-        """As accelerate's; every rank is given the same batches, in the same order."""
+        """As accelerate's, but every rank gets the same batches, in the same order."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, *rest)
-        # A seed that ranks have in common, even where they were seeded differently.
+        # All ranks use one seed, even if they were seeded differently.
         seed = [torch.initial_seed() if self.dataloader_config.data_seed is None else self.dataloader_config.data_seed]
         if dist.is_initialized():
             dist.broadcast_object_list(seed, device=self.device)
@@ -107,27 +107,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What the ranks have, which is the same on all of them, once; of the last batch, as many rows as it has."""
+        """Returns the input, which is equal on all ranks, without a gather; the last batch is cut to its number of rows."""
         state = self.gradient_state
         if not state.end_of_dataloader or state.remainder <= 0:
             return input_data
         return accelerate.utils.recursively_apply(lambda each: each[: state.remainder] if each.dim() else each, input_data)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a distributed module on rank 0, and nothing on the others; a collective call."""
+        """The whole state dict of a distributed module on rank 0, an empty dict on other ranks; a collective call."""
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """As accelerate's; a collective call. What the directory had stays until all is written.
+        """As accelerate's; a collective call. The directory's previous content is replaced once everything is written.
 
         Raises:
-            AutotpError: there is no directory to write to, or an optimizer does not step parameters of one prepared model.
+            AutotpError: no directory is given, or an optimizer's parameters are not those of exactly one prepared model.
         """
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             raise AutotpError(
                 "save_state(None): give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        named = self.project_configuration.automatic_checkpoint_naming  # each is a new one
+        named = self.project_configuration.automatic_checkpoint_naming  # every checkpoint has a new directory
         stepped = [_stepped(self._models, optimizer) for optimizer in self._optimizers]
         with nullcontext() if named else staged(Path(os.path.expanduser(output_dir or "")), RANDOM) as folder:
             with self._without_state() as (models, optimizers):
@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return where if named else output_dir
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """As accelerate's, of what ``save_state`` wrote; a collective call."""
+        """As accelerate's, for a directory that ``save_state`` wrote; a collective call."""
         where: list[str | os.PathLike[str]] = []
         hook = self.register_load_state_pre_hook(lambda _, directory: where.append(directory))
         try:
@@ -159,7 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_state(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Hides models and optimizers, whose state accelerate would write as one rank has it."""
+        """Hides models and optimizers from accelerate, which would save or load one rank's part of their state."""
         models, optimizers = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def _stepped(models: list[Any], optimizer: Any) -> Any:
-    """The module whose parameters an optimizer steps."""
+    """The model whose parameters an optimizer updates."""
     steps = {id(each) for group in optimizer.param_groups for each in group["params"]}
     found = [model for model in models if not steps.isdisjoint(map(id, model.parameters()))]
     if not found:

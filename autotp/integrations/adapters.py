@@ -1,4 +1,4 @@
-"""Adapters of peft in its own files: a distributed ``PeftModel`` trains them, and its base model stays as it is."""
+"""Saves and loads the adapter of a distributed ``PeftModel`` in peft's file format, without the base model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["is_adapted", "load_adapter", "save_adapter"]
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether a model is one of peft's, with one adapter.
+    """Whether a model is peft's, with one adapter.
 
     Args:
-        model: the one that was, or is to be, distributed.
+        model: the original model, not the distributed module.
 
     Raises:
-        AutotpError: it has several adapters.
+        AutotpError: the model has several adapters.
     """
     adapters = getattr(model, "peft_config", {}) if hasattr(model, "get_base_model") else {}
     if len(adapters) > 1:
@@ -32,16 +32,16 @@ def is_adapted(model: Any) -> bool:
 
 
 def save_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[str], *, writes: bool) -> None:
-    """Writes a distributed model's adapter as ``PeftModel.from_pretrained`` reads it; a collective call.
+    """Writes a distributed model's adapter for ``PeftModel.from_pretrained``; a collective call.
 
     Args:
-        parallel: what ``autotp.parallelize`` made of it.
-        model: the ``PeftModel``, which may have no memory for its parameters.
-        directory: made if it is not there.
-        writes: whether this rank does.
+        parallel: what ``autotp.parallelize`` returned for ``model``.
+        model: the ``PeftModel``; its parameters may have no memory.
+        directory: created if it does not exist.
+        writes: whether this rank writes the files.
 
     Raises:
-        AutotpError: on every rank, when the directory cannot be written.
+        AutotpError: on every rank, if the directory cannot be written.
     """
     state, adapter = parallel.state_dict(), dict[str, Any]()
     for name in _names(state, model).values():
@@ -54,14 +54,14 @@ def save_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
 
 
 def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[str]) -> None:
-    """Reads what ``save_adapter`` or peft wrote into a distributed model; a collective call.
+    """Loads an adapter that ``save_adapter`` or peft wrote into a distributed model; a collective call.
 
     Args:
         parallel, model: as for ``save_adapter``.
-        directory: that has the adapter.
+        directory: of the adapter.
 
     Raises:
-        AutotpError: on every rank, when the files have not the adapter's tensors, or cannot be read.
+        AutotpError: on every rank, if the files' tensors are not those of the adapter, or the files cannot be read.
     """
     from peft.utils import load_peft_weights
 
@@ -76,7 +76,7 @@ def load_adapter(parallel: nn.Module, model: Any, directory: str | os.PathLike[s
 
 
 def _names(state: Mapping[str, Any], model: Any) -> dict[str, str]:
-    """Name in peft's files, which leave the adapter's out -> name in the model's state, of all that an adapter has."""
+    """Name in peft's files, which omits the adapter's name -> name in the model's state dict, of the adapter's tensors."""
     from peft import get_peft_model_state_dict
 
     (adapter,) = model.peft_config

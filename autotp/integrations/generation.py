@@ -1,7 +1,7 @@
-"""Causal language models of transformers generate text through a distributed module, with a cache of keys and values.
+"""Text generation with causal language models of transformers through a distributed module with a key-value cache.
 
-The cache is the module's: buffers of a fixed length, which calls update in place. A prompt and a single next token are two
-programs over the same parameters and the same cache.
+The cache consists of buffers of the module with a fixed length, which calls update in place. Prefill and decoding of a
+single token are two programs over the same parameters and the same cache.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from costmodel.text.numbers import whole
 
 __all__ = ["WithCache", "generate"]
 
-_MOST = 2**31  # sequences, and tokens of one
+_MOST = 2**31  # upper bound on sequences, and on tokens per sequence
 
 
 class WithCache(nn.Module):
-    """A causal language model with a cache of its own: the module to plan and to distribute for generation.
+    """A causal language model with its key-value cache as buffers: the module to plan and to distribute for generation.
 
     Args:
-        model: of transformers, such as a ``LlamaForCausalLM``.
-        batch: how many sequences are generated at once.
-        length: of the longest sequence, prompt included, in tokens.
+        model: a causal language model of transformers, such as a ``LlamaForCausalLM``.
+        batch: the number of sequences that are generated at once.
+        length: the maximum length of a sequence in tokens, including the prompt.
 
     Raises:
-        AutotpError: the model is none of transformers', has layers that keep something else than keys and values, or a
-            size is not positive.
+        AutotpError: the model is not one of transformers, has layers that cache anything but keys and values, or a size is
+            not positive.
     """
 
     def __init__(self, model: Any, batch: int, length: int) -> None:
@@ -55,9 +55,9 @@ class WithCache(nn.Module):
         """The logits of the next token.
 
         Args:
-            input_ids: int64 ``[batch, tokens]``, behind those that the cache has.
-            start: int64 ``[]``, how many tokens the cache has.
-            attention_mask: ``[batch, length]``, 0 where a token is padding.
+            input_ids: int64 ``[batch, tokens]``, the tokens that follow those in the cache.
+            start: int64 ``[]``, the number of tokens in the cache.
+            attention_mask: ``[batch, length]``, 0 for padding tokens.
 
         Returns:
             ``[batch, vocabulary]``.
@@ -81,18 +81,19 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
     """``model.generate(input_ids, **options)``, computed by a distributed ``WithCache``; every rank gets all tokens.
 
     Args:
-        parallel: what ``autotp.parallelize`` or ``autotp.simulate`` made of a ``WithCache``, whose buffers it overwrites.
-        model: the model that it was made of; it gives the generation's settings, and may be on ``meta``.
+        parallel: what ``autotp.parallelize`` or ``autotp.simulate`` returned for a ``WithCache``; its cache is overwritten.
+        model: the model in this ``WithCache``, which provides the generation settings; it may be on ``meta``.
         input_ids: int64 ``[batch, tokens]``, the same on every rank.
         options: of transformers' ``generate``: ``max_new_tokens``, ``attention_mask``, ``do_sample``... All ranks sample
-            from torch's generator as it stands on rank 0. Beams, and what needs a second cache or more than the logits of
-            the next token, are not supported: ``guidance_scale``, ``assistant_model``, ``output_hidden_states``...
+            from the state of torch's generator on rank 0. Beam search, and options that need a second cache or more than
+            the logits of the next token, are not supported: ``guidance_scale``, ``assistant_model``,
+            ``output_hidden_states``...
 
     Returns:
-        int64 ``[batch, tokens]``: the prompts and what follows them.
+        int64 ``[batch, tokens]``: the prompts, followed by the generated tokens.
 
     Raises:
-        AutotpError: an argument is wrong or not supported, or the sequences are more or longer than the cache has room for.
+        AutotpError: an argument is wrong or not supported, the number of sequences is not the cache's, or they are longer.
     """
     from transformers.cache_utils import Cache
 
@@ -108,7 +109,7 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
         )
 
     class Filled(Cache):
-        """How far the module's cache is filled."""
+        """Stands for the module's cache in transformers' ``generate``: tracks how many tokens it holds."""
 
         def __init__(self) -> None:
             super().__init__(layers=[])
@@ -150,7 +151,7 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     shell.forward = forward  # type: ignore[assignment]
-    if isinstance(parallel, DistributedModule):  # all ranks sample as rank 0, and stop where it does
+    if isinstance(parallel, DistributedModule):  # all ranks sample and stop as rank 0 does
         random = RandomState()
         random.load_state_dict(random.state_dict())
         options |= _stopping(options, model.generation_config, parallel._programs.agreement)
@@ -161,7 +162,7 @@ def generate(parallel: nn.Module, model: Any, input_ids: Tensor, **options: Any)
 
 
 def _stopping(options: Mapping[str, Any], defaults: Any, agreement: Agreement) -> dict[str, Any]:
-    """Options with which all ranks stop where rank 0 does: their clocks differ, and a caller's criteria may."""
+    """Options with which all ranks stop when rank 0 does, since clocks, and a caller's criteria, may differ per rank."""
     from transformers.generation import stopping_criteria as known
 
     limits = [getattr(each, "max_time", None) for each in (options.get("generation_config"), defaults)]
@@ -204,7 +205,7 @@ def _require_prompts(input_ids: Any, options: Mapping[str, Any]) -> None:
 
 
 def _require_next_token(given: Mapping[str, Any], cache: Any, options: Mapping[str, Any]) -> None:
-    """A call of the model is for the next token's logits, and with the cache; the module takes no other inputs."""
+    """Raises if a call of the model requests more than the next token's logits, or passes another cache or other inputs."""
     wrong = ""
     if given.get("past_key_values") is not cache:
         wrong = "calls the model without the module's cache, as guidance_scale does"
@@ -223,7 +224,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _sizes(parallel: Any) -> tuple[int, int]:
-    """For how many sequences, and tokens of each, there is room."""
+    """The cache's size: the number of sequences, and of tokens per sequence."""
     buffers = dict(parallel.named_buffers()) if isinstance(parallel, nn.Module) else {}
     if "keys_0" not in buffers:
         raise AutotpError("generate needs a distributed autotp.integrations.WithCache(model, batch, length)")
@@ -241,7 +242,7 @@ def _cache(model: Any, length: int) -> Any:
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, StaticLayer):
             raise AutotpError(f"{type(model).__name__}: layer {number} keeps {type(layer).__name__}, not keys and values")
-        # A window is a mask of the attention; all keys are kept.
+        # A sliding window is only a mask of the attention; all keys are kept.
         cache.layers[number] = StaticLayer(length)
     return cache
 

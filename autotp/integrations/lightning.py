@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` for LightningModules that have distributed modules; needs lightning."""
+"""A strategy of Lightning's ``Trainer`` for LightningModules that contain distributed modules; needs lightning."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ except ImportError as error:
 
 __all__ = ["AutotpStrategy"]
 
-_METADATA = "meta.pt"  # where Lightning looks for what is not sharded
+_METADATA = "meta.pt"  # Lightning's name of the file with all that is not sharded
 _PARTS = re.compile(r"__\d+_\d+\.distcp")  # files of torch.distributed.checkpoint
 _RANDOM = "autotp_random"
-#: Callbacks that would change nothing, or fail, and what to do instead.
+#: Callbacks that would have no effect, or fail -> what to do instead.
 _REFUSED = {
     ModelPruning: "prune the model before it is distributed",
     StochasticWeightAveraging: "use EMAWeightAveraging",
@@ -59,23 +59,23 @@ _REFUSED = {
 
 
 class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
-    """A strategy of Lightning's ``Trainer``, for what ``autotp.parallelize`` returned.
+    """A strategy of Lightning's ``Trainer``, for modules that ``autotp.parallelize`` returned.
 
     The LightningModule calls ``autotp.parallelize`` in its hook ``configure_model``, or holds a module that was distributed
-    before. Every rank is given the same batches, which are those of the whole job, so the batch size of a data loader is
-    the whole batch's: no ``DistributedSampler`` is put in, random numbers go on alike on all ranks whenever a loader is
-    iterated, and logged values and metrics are those of one process, with ``sync_dist`` or without.
+    before. Every rank gets the same batches, those of the whole job, so the batch size of a data loader is that of the
+    whole batch: no ``DistributedSampler`` is inserted, all ranks continue from rank 0's random state whenever a loader is
+    iterated, and logged values and metrics are those of one process, with or without ``sync_dist``.
 
     Args:
         save_distributed_checkpoint: write a checkpoint as a folder, by ``torch.distributed.checkpoint``; else as one file,
-            which rank 0 gathers, and which the unmodified model in one process can load. Either is loaded, whatever plan
-            and number of ranks wrote it, as is a file of the unmodified model.
+            which rank 0 gathers, and which the unmodified model in one process can load. Both kinds, and files of the
+            unmodified model, are loaded, independently of the plan and the number of ranks that wrote them.
         process_group_backend: by default ``nccl`` on GPUs, and ``gloo`` on CPUs.
         timeout: of the process group.
 
     Raises:
-        AutotpError: the trainer was given a ``precision``, or a callback that prunes or averages a plain module, or the
-            LightningModule trains what is not distributed.
+        AutotpError: the trainer has a ``precision``, or a callback that prunes or averages a plain module, or the
+            LightningModule trains parameters that are not distributed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks have different rows, which Lightning would have to deal out and bring together: no."""
+        """Whether Lightning has to split batches among ranks and reduce results: always false."""
         return False
 
     @property
@@ -103,12 +103,12 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """On this node."""
+        """The number of processes on this node."""
         return len(self.parallel_devices or ())
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's own, that changes nothing."""
+        """Lightning's default plugin, which converts nothing."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -125,30 +125,30 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
             self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tells Lightning which rank this is."""
+        """Sets this process's rank and the number of ranks in Lightning."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Joins the processes, unless they are joined."""
+        """Creates the process group, unless there is one."""
         super().setup_environment()
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self.set_world_ranks()
         backend = self._backend or _get_default_process_group_backend_for_device(self.root_device)
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
-        # What torchrun sets, and autotp.Topology.local() goes by; Lightning and SLURM start processes without.
+        # torchrun sets these variables, and autotp.Topology.local() reads them; Lightning and SLURM do not set them.
         os.environ.setdefault("WORLD_SIZE", str(self.world_size))
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Where models are made: wherever they say, from where they are distributed; or on ``meta``."""
+        """The device on which models are made: ``meta`` with ``empty_init``, else unchanged; they are distributed later."""
         return torch.device("meta") if empty_init else nullcontext()
 
     def model_to_device(self) -> None:
-        """Moves what is beside the distributed modules, which are where they run."""
+        """Moves the other parts of the LightningModule; distributed modules are already on the device."""
         self.model.to(self.root_device)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -169,20 +169,20 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
             if any(isinstance(each, kind) for each in self.lightning_module.trainer.callbacks):
                 raise AutotpError(f"the callback {kind.__name__} changes parameters of a plain module: {instead}")
         for each in model.modules():
-            if isinstance(each, Metric):  # every rank has all rows, and would count those of the others too
+            if isinstance(each, Metric):  # every rank has all rows, so a metric must not gather those of other ranks
                 each.distributed_available_fn = _alone
         return model
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leaves gradients of an accumulated step's inner batches unreduced."""
+        """Leaves the gradients of all but the last micro-batch of an accumulated step unreduced."""
         with ExitStack() as stack:
             for each in self._modules:
                 stack.enter_context(each.no_sync())
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The same loader, which draws what rank 0's draws."""
+        """Wraps a loader so that all ranks draw the same random numbers as rank 0."""
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)
         return _Loader(dataloader, self._draw_alike)
@@ -198,36 +198,36 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """One rank's object, on all."""
+        """Returns the object of rank ``src`` on all ranks."""
         objects = [obj]
         if dist.is_initialized():
             dist.broadcast_object_list(objects, src)
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """What it is given: a value of the whole batch, which every rank has."""
+        """Returns the tensor unchanged: it is a value of the whole batch, the same on every rank."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decided so."""
+        """Whether all ranks (with ``all``) or any rank passed True."""
         made = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(made, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(made)
 
     def teardown(self) -> None:
-        """Leaves distributed modules where they are."""
+        """Tears down Lightning's parts; distributed modules stay on their devices."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The LightningModule's state: this rank's parts, or the whole on rank 0; a collective call."""
+        """The LightningModule's state dict, sharded, or whole on rank 0; a collective call."""
         found: dict[str, Any] = get_model_state_dict(self.lightning_module, options=self._options())
         return found
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, as parts by names, or the whole as in one process; a collective call."""
+        """An optimizer's state, sharded and by names, or whole and by numbers as in one process; a collective call."""
         state = optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer), self._options())
         if self._sharded or not state:
             return state
@@ -237,17 +237,17 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         return StateDictOptions(full_state_dict=not self._sharded, cpu_offload=not self._sharded)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint; a collective call. One of the same name stays until the new one is written."""
+        """Writes a checkpoint; a collective call. One of the same name and kind is kept until the new one is written."""
         checkpoint[_RANDOM] = RandomState().state_dict()
         path = Path(self.broadcast(filepath))
         if self.is_global_zero and (path.is_file() if self._sharded else (path / _METADATA).is_file()):
-            self.remove_checkpoint(path)  # of the other kind
+            self.remove_checkpoint(path)  # it is of the other kind
         self.barrier()
         if not self._sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         states = checkpoint.pop("optimizer_states", ())
-        # By these names Lightning's own tool makes a single file of the folder.
+        # Lightning's tool that converts the folder to a single file expects these names.
         state = {"model": checkpoint.pop("state_dict")} | {f"optimizer_{i}": each for i, each in enumerate(states)}
         with staged(path, _METADATA, _PARTS) as folder:
             with told(f"saving {path}"):
@@ -256,7 +256,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
                 torch.save(checkpoint, folder / _METADATA)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; a collective call. Optimizers' states in a folder are read once the optimizers are there."""
+        """Reads a checkpoint; a collective call. Optimizers' states in a folder are read by `load_optimizer_state_dict`."""
         path = Path(self.broadcast(checkpoint_path))
         if not path.is_dir():
             with reading(path, "checkpoint") if path.is_file() else nullcontext():
@@ -267,12 +267,16 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
             checkpoint: dict[str, Any] = torch.load(path / _METADATA, weights_only=weights_only)
             dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=partial_load))
             checkpoint["state_dict"] = state["model"]
-        if "lr_schedulers" in checkpoint:  # it is not, with save_weights_only
+        if "lr_schedulers" in checkpoint:  # not with save_weights_only
             checkpoint["optimizer_states"] = path
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Sets the LightningModule's state."""
+        """Sets the LightningModule's state.
+
+        Raises:
+            AutotpError: with ``strict``, if the checkpoint lacks entries of the state.
+        """
         state = dict(checkpoint["state_dict"])
         whole = not any(isinstance(each, DTensor) for each in state.values())
         if strict and (missing := sorted(self.lightning_module.state_dict().keys() - state)):
@@ -283,7 +287,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
         set_model_state_dict(self.lightning_module, state, options=StateDictOptions(full_state_dict=whole, strict=strict))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Sets optimizers' states, and where random numbers stand; a collective call."""
+        """Sets the states of optimizers and of torch's generators; a collective call."""
         given = checkpoint["optimizer_states"]
         names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
         for number, optimizer in enumerate(self.optimizers):
@@ -304,7 +308,7 @@ class AutotpStrategy(ParallelStrategy):  # type: ignore[misc]
 
 
 class _Loader:
-    """A data loader before which something is done whenever it is iterated."""
+    """Wraps a data loader, and calls ``before`` whenever an iteration begins."""
 
     def __init__(self, loader: Any, before: Any) -> None:
         self._loader, self._before = loader, before
@@ -323,16 +327,16 @@ class _Loader:
 
 
 def _alone() -> bool:
-    """For a metric: whether other ranks have other rows."""
+    """For a metric's ``distributed_available_fn``: whether it has to gather from other ranks; always false."""
     return False
 
 
 def _stepped(state: Mapping[str, Any]) -> list[Any]:
-    """The names or numbers of what an optimizer steps, in its order."""
+    """The names or numbers of an optimizer's parameters, in its order."""
     return [each for group in state["param_groups"] for each in group["params"]]
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names of its parameters."""
+    """An optimizer's state whose parameters are renamed by ``names``."""
     groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
     return {"state": {names[each]: value for each, value in state["state"].items()}, "param_groups": groups}

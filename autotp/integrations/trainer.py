@@ -40,7 +40,7 @@ except ImportError as error:
 __all__ = ["Trainer"]
 
 _OPTIMIZER = "optimizer"
-#: Arguments that change the model or wrap it, and what to do instead.
+#: Training arguments that would change or wrap the model -> what to do instead.
 _REFUSED = {
     "bf16": "pass precision= to autotp.parallelize",
     "fp16": "pass precision= to autotp.parallelize",
@@ -61,26 +61,26 @@ _REFUSED = {
 class Trainer(transformers.Trainer):  # type: ignore[misc]
     """transformers' ``Trainer``, for a module that ``autotp.parallelize`` returned.
 
-    Every rank is given the same batch, of ``per_device_train_batch_size`` rows: that is the size of the whole batch.
-    Losses, metrics and the learning rate are those of the plain model in one process. A checkpoint has the weights in
-    Hugging Face's format (of an adapter of peft, the adapter alone), and the optimizer's state as
-    ``torch.distributed.checkpoint`` writes it; a job with another plan, or other ranks, can resume from it.
+    Every rank gets the same batch, of ``per_device_train_batch_size`` rows: this is the size of the whole batch. Losses,
+    metrics and the learning rate are those of the original model in one process. A checkpoint has the weights in Hugging
+    Face's format (for a model of peft, only the adapter), and the optimizer's state as ``torch.distributed.checkpoint``
+    writes it; a job with another plan or another number of ranks can resume from it.
 
     Args:
-        model: what ``autotp.parallelize`` returned, of a model of transformers, of peft, or of any that returns its loss
-            first. It takes the whole batch on every rank, and returns whole tensors, which are the defaults.
-        args: of the training; those that would change or wrap the model are refused.
+        model: what ``autotp.parallelize`` returned for a model of transformers, of peft, or any that returns its loss
+            first. It must take the whole batch on every rank and return whole tensors, which are the defaults.
+        args: ``transformers.TrainingArguments``; arguments that would change or wrap the model raise an error.
         rest, options: further arguments of transformers' ``Trainer``, except ``model_init``.
 
     Raises:
-        AutotpError: the module is not one, or an argument cannot be followed.
+        AutotpError: ``model`` is not such a module, or an argument is not supported.
     """
 
     def __init__(self, model: nn.Module, args: Any = None, *rest: Any, **options: Any) -> None:
         parallel = require_global(model)
         if args is not None:
             _check(args)
-        # The model's class, signature and configuration, without memory for parameters: what Trainer goes by.
+        # Trainer inspects the model's class, signature and configuration: give it a copy whose parameters have no memory.
         known = parallel._programs.model
         shell = known if isinstance(known, AutotpError) else blueprint(known)
         if isinstance(shell, AutotpError):
@@ -90,9 +90,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.accelerator.require_all_processes()
         self._set_signature_columns_if_needed()
         self.model = self.model_wrapped = self.callback_handler.model = parallel
-        # Trainer's own switch for models that are sharded already, which accelerate must neither wrap nor move.
+        # Trainer's flag for models that are already sharded, which accelerate must neither wrap nor move.
         self.is_distributed_loading_by_transformers = True
-        if self.label_smoother is not None:  # Trainer would go by the name of the module's class
+        if self.label_smoother is not None:  # Trainer would use the class name of the distributed module
             inner = getattr(shell.base_model, "model", shell) if is_adapted(shell) else shell
             shifts = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             self.label_smoother: Any = partial(self.label_smoother, shift_labels=shifts)
@@ -100,13 +100,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             config.architectures = [type(shell).__name__]
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """As Trainer's own; a tokenizer's special tokens go to the configuration that is saved, as the module's stays."""
+        """As Trainer's, but writes the tokenizer's special tokens to the configuration that is saved, not the module's."""
         align = transformers.trainer.align_special_tokens
         with mock.patch.object(transformers.trainer, "align_special_tokens", lambda _, own: align(self._shell, own)):
             return super().train(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's, with an accelerator for distributed modules."""
+        """As Trainer's, but creates autotp's ``Accelerator``."""
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(**self._accelerator_options)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -116,11 +116,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self._accelerator_options
 
     def get_tp_size(self) -> int:
-        """How many ranks are given the same batch: all."""
+        """The number of ranks that get the same batch: all ranks."""
         return int(self.args.world_size)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The module is where it runs."""
+        """Does nothing, as the distributed module is already on its device."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -129,7 +129,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """As Trainer's; outputs that the model's configuration says to ignore are."""
+        """As Trainer's, with the outputs to ignore from the original model's configuration."""
         if ignore_keys is None and hasattr(self._shell, "config"):
             ignore_keys = getattr(self._shell.config, "keys_to_ignore_at_inference", ["past_key_values"])
         found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -137,7 +137,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         found = super()._get_num_items_in_batch(batch_samples, device)
-        # Trainer divides by the ranks that have the same batch, but adds up those of all ranks only by this setting.
+        # Trainer divides by the number of ranks with the same batch, but sums over all ranks only with this setting.
         return found if found is None or self.args.average_tokens_across_devices else found * self.get_tp_size()
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """As Trainer's, of the whole model; this rank's part, since Trainer adds up those of all."""
+        """This rank's share of the FLOP of a step of the whole model, as Trainer sums them over all ranks."""
         main = getattr(self._shell, "main_input_name", "input_ids")
         if main not in inputs or not hasattr(self._shell, "num_parameters"):
             return 0
@@ -206,7 +206,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 def _check(args: Any) -> None:
-    """Refuses arguments that cannot be followed."""
+    """Raises if an argument is not supported."""
     require(args, transformers.TrainingArguments, "args", "transformers.TrainingArguments")
     for name, instead in _REFUSED.items():
         if getattr(args, name, None):

@@ -1,4 +1,4 @@
-"""What a training run keeps besides weights: the optimizer's state, and where random numbers stand."""
+"""Saves and loads the state of a training run besides weights: of the optimizer, and of torch's generators."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
     "set_optimizer",
 ]
 
-#: The file that says where random numbers stand on rank 0, which a job with other ranks goes on from.
+#: File with the states of rank 0's generators, from which a job with another number of ranks can continue.
 RANDOM = "autotp_random.pt"
 
 
 def require_global(parallel: Any) -> DistributedModule:
-    """A distributed module that takes the whole batch on every rank and returns whole tensors, as frameworks' loops do.
+    """Returns a distributed module, after checking that it takes the whole batch on every rank and returns whole tensors.
 
     Args:
         parallel: what ``autotp.parallelize`` returned.
 
     Raises:
-        AutotpError: it is something else.
+        AutotpError: ``parallel`` is not such a module.
     """
     if not isinstance(parallel, DistributedModule):
         raise AutotpError(f"{type(parallel).__name__} is not a distributed module: pass what autotp.parallelize returned")
@@ -54,20 +54,22 @@ def save_optimizer(module: nn.Module, optimizer: Optimizer, directory: str | os.
     """Writes an optimizer's state with ``torch.distributed.checkpoint``; a collective call.
 
     Args:
-        module: whose parameters it steps.
-        optimizer: torch's own, or one that has it as ``optimizer``, as accelerate's has.
+        module: the module whose parameters the optimizer updates.
+        optimizer: one of torch, or a wrapper with the attribute ``optimizer``, such as accelerate's.
         directory: of the checkpoint.
     """
     dcp.save({"optimizer": optimizer_state(module, _inner(optimizer))}, checkpoint_id=directory)
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """An optimizer's state by parameters' names; before its first step, it is empty, as that of torch's optimizers.
+    """An optimizer's state by names of parameters; empty before the first step, as with torch's optimizers.
+
+    torch's ``get_optimizer_state_dict`` initializes missing state by a step, which is undone here.
 
     Args:
-        module: whose parameters it steps.
-        optimizer: torch's own.
-        options: of torch's ``get_optimizer_state_dict``, which would make a step, and count it.
+        module: the module whose parameters the optimizer updates.
+        optimizer: one of torch.
+        options: of ``get_optimizer_state_dict``.
     """
     new = not optimizer.state
     state = get_optimizer_state_dict(module, optimizer, options=options)
@@ -80,19 +82,19 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, options: StateDictO
 def load_optimizer(
     module: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str], name: str = "optimizer"
 ) -> None:
-    """Sets an optimizer's state to that in a checkpoint, whatever plan wrote it; a collective call.
+    """Loads an optimizer's state from a checkpoint that was written with any plan; a collective call.
 
-    What others added to the optimizer's groups, as schedulers add ``initial_lr``, stays if the checkpoint does not have it.
-    Parameters of which it has no state, as they never had a gradient, have none afterwards.
+    Entries that others added to the optimizer's groups, such as a scheduler's ``initial_lr``, are kept if the checkpoint
+    does not have them. Parameters without state in the checkpoint, as they never had a gradient, have none afterwards.
 
     Args:
-        module, optimizer: as there.
-        directory: what ``save_optimizer`` wrote.
-        name: of the state in the checkpoint.
+        module, optimizer: as for ``save_optimizer``.
+        directory: a checkpoint that ``save_optimizer`` wrote.
+        name: of the optimizer's state in the checkpoint.
 
     Raises:
-        AutotpError: there is no whole checkpoint of it; or it has the state of a parameter that this optimizer has stepped
-            without.
+        AutotpError: the checkpoint is incomplete; or it has state of a parameter for which this optimizer has none although
+            it has made steps.
     """
     inner = _inner(optimizer)
     state = get_optimizer_state_dict(module, inner)
@@ -118,27 +120,27 @@ def load_optimizer(
 
 
 def set_optimizer(module: nn.Module, optimizer: Optimizer, state: dict[str, Any], *, whole: bool = False) -> None:
-    """Sets an optimizer's state by parameters' names; a parameter that has none there has none then.
+    """Sets an optimizer's state by names of parameters; parameters that ``state`` lacks have no state afterwards.
 
     Args:
-        module: whose parameters it steps.
-        optimizer: torch's own.
-        state: as torch's ``get_optimizer_state_dict`` gives it.
-        whole: whether it has whole tensors.
+        module: the module whose parameters the optimizer updates.
+        optimizer: one of torch.
+        state: in the format of torch's ``get_optimizer_state_dict``.
+        whole: whether ``state`` has whole tensors instead of ``DTensor``.
     """
     without = [each for name, each in module.named_parameters() if name not in state["state"]]
     options = StateDictOptions(full_state_dict=whole and bool(state["state"]), strict=False)
     set_optimizer_state_dict(module, optimizer, state, options=options)
-    for each in without:  # torch makes states for all before it sets them
+    for each in without:  # torch initializes the state of all parameters first
         optimizer.state.pop(each, None)
 
 
 @contextmanager
 def reading(directory: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Says what is not whole in a directory that is read inside.
+    """Turns errors in this context into an `AutotpError`, which names the directory and what could not be read from it.
 
     Raises:
-        AutotpError: something is missing or damaged.
+        AutotpError: a file is missing or damaged.
     """
     try:
         yield
@@ -152,7 +154,7 @@ def load_random(file: str | os.PathLike[str]) -> None:
     """Sets this process's generators to the states in a file.
 
     Raises:
-        AutotpError: it is not there or damaged.
+        AutotpError: the file is missing or damaged.
     """
     with reading(file, "states of torch's generators"):
         state = torch.load(file, weights_only=True)

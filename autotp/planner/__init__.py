@@ -1,8 +1,8 @@
-"""A model and a machine become an `autotp.Plan`.
+"""The planner: finds an `autotp.Plan` for a model and a machine.
 
-Input: a captured model, a topology and options; output: the plan whose predicted step is shortest, or a `refusal`. For
-every mesh, `search` ties identical operators (`folding`), lists what may be chosen (`structure`, `choices`), builds an
-integer program (`assemble`, `candidates`), solves it (`ilp`), compares (`contest`), and writes the best (`describe`).
+Input: a captured model, a topology and options; output: the plan with the shortest predicted step, or a `refusal`. `search`
+ties identical operators (`folding`). For every mesh, it lists the choices (`structure`, `choices`), builds an integer
+program (`assemble`, `candidates`) and solves it (`ilp`); `contest` compares the meshes, `describe` writes the best plan.
 Where memory is short, `fitting` calls `squeeze`, `mixing` and `least_memory`, which use the `moments` of a step and their
 `tables`; `least_step` adds chunks, with the `shares` of what limits a step.
 """

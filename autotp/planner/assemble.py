@@ -1,4 +1,4 @@
-"""The integer program of a model on one mesh: a structure, masked and priced, and then weighted.
+"""The integer program of a model on one mesh: a structure, which is masked, priced, and then weighted.
 
 Operators, parameters and the model's outputs are nodes; inputs, buffers and constants are nodes with one choice. Tied
 (folded) nodes become one node whose costs are those of all its copies.
@@ -28,13 +28,13 @@ from passes.strategies.strategy import Strategy, whole_layout
 
 __all__ = ["EVEN", "Assembled", "assemble"]
 
-#: Nothing is hidden: a second is a second.
+#: Weights of 1: no communication is hidden.
 EVEN = Weights()
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A problem with the meaning of its nodes' choices."""
+    """An integer program, with the meaning of its nodes' choices."""
 
     problem: Problem
     structure: Structure
@@ -48,22 +48,22 @@ class Assembled:
         return whole_layout(len(self.mesh)) if choice is None else decode(choice.rows[row], self.mesh)
 
     def strategies(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """What a choice chooses, whatever is rematerialized."""
+        """The strategies and layouts of a choice, as rows without the decision what is rematerialized."""
         rows = zip(self.structure.nodes, choice, strict=True)
         return tuple(row if c is None else row % c.count for (_, c, _), row in rows)
 
     def joined(self, choice: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-        """The strategies of one choice, with what the other rematerializes."""
+        """The choice with the strategies of ``choice`` that rematerializes what ``other`` does."""
         own, pairs = self.strategies(choice), zip(self.structure.nodes, self.strategies(other), other, strict=True)
         return tuple(mine + row - its for mine, ((_, _, _), its, row) in zip(own, pairs, strict=True))
 
     def keeping(self, choice: Sequence[int], nodes: Collection[fx.Node]) -> tuple[int, ...]:
-        """A choice that does not recompute some results."""
+        """The same choice, except that the results of ``nodes`` are kept."""
         rows = zip(self.structure.nodes, self.strategies(choice), choice, strict=True)
         return tuple(strategy if node in nodes else row for (node, _, _), strategy, row in rows)
 
     def rematerialized(self, choice: Sequence[int]) -> set[fx.Node]:
-        """Undecided operators that a choice recomputes, and parameters that it gathers again; one for all copies."""
+        """Undecided operators that a choice recomputes, and parameters that it gathers again; one node for all copies."""
         found = set()
         for (node, made, _), row in zip(self.structure.nodes, choice, strict=True):
             if made is not None and (made.recomputing if isinstance(made, Choice) else made.regathered)[row]:
@@ -72,7 +72,7 @@ class Assembled:
 
     @property
     def frugal(self) -> Assembled:
-        """With every parameter gathered again that may be, which never takes more memory."""
+        """The program in which all parameters that may be gathered again are; that never takes more memory."""
         nodes = []
         for node, (_, rest, _) in zip(self.problem.nodes, self.structure.nodes, strict=True):
             allowed = rest.regathered if isinstance(rest, Rest) and rest.regathered.any() else True
@@ -93,8 +93,8 @@ def assemble(
     Args:
         structure: of the model's plans.
         prices: of the mesh.
-        panelled: products keep their data operand as it rests and gather it again, in panels, for the backward pass.
-        weights: what seconds count, by what may hide them.
+        panelled: products keep their data operand in its resting layout; the backward pass gathers it again in panels.
+        weights: the weights of seconds, by what may hide them.
         deadline: see Raises.
 
     Raises:
@@ -102,20 +102,20 @@ def assemble(
     """
     key = prices, panelled, structure.chosen.family.scatters
     if key not in structure.last:
-        structure.last.clear()  # they are large, and a mesh is mostly asked for several times in a row
+        structure.last.clear()  # it is large, and the same mesh is usually requested several times in a row
         structure.last[key] = _Assembly(structure, prices, panelled, deadline)
     return structure.last[key].weighted(weights, deadline)
 
 
-#: Seconds as some weights count them; infinite where something does not exist.
+#: Weights -> the weighted seconds of each choice, infinite where one does not exist.
 Weighted = Callable[[Weights], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moves:
-    """What is known of a tensor's reshards whatever seconds count; see `Tensor`.
+    """The properties of a tensor's reshards that do not depend on weights; see `Tensor`.
 
-    ``regather``: ``[H, W]``, which are repeated for the backward pass; ``barred``: which do not exist; None: all do.
+    ``regather``: ``[H, W]``, which are repeated for the backward pass; ``barred``: which do not exist, None if all do.
     """
 
     regather: np.ndarray
@@ -126,10 +126,10 @@ class _Moves:
 
 
 class _Assembly:
-    """The integer program of a structure on the mesh of ``prices``, but for what seconds count; see `assemble`.
+    """The integer program of a structure on the mesh of ``prices``, before seconds are weighted; see `assemble`.
 
     Raises:
-        Expired: the deadline passed before all was known.
+        Expired: the deadline passed before it was complete.
     """
 
     def __init__(self, structure: Structure, prices: Prices, panelled: bool, deadline: Deadline) -> None:
@@ -148,11 +148,11 @@ class _Assembly:
             self.moves.append(self.moved(edge))
 
     def key(self, node: fx.Node, choice: Choice | Rest) -> tuple[int, Sequence[Requirement]]:
-        """Nodes with the same one have the same strategies at the same prices."""
+        """A key; nodes with equal keys have the same strategies at the same prices."""
         return id(choice), self.structure.model.pins.get(node, ())
 
     def weighted(self, weights: Weights, deadline: Deadline) -> Assembled:
-        """The program whose seconds are weighted.
+        """The program with weighted seconds.
 
         Raises:
             Expired: the deadline passed before it was complete.
@@ -172,7 +172,7 @@ class _Assembly:
         return Assembled(Problem(tuple(nodes), tuple(tensors)), self.structure, self.mesh)
 
     def strategies(self, choice: Choice, pins: Sequence[Requirement]) -> tuple[Weighted, np.ndarray]:
-        """Seconds and saved bytes of an operator's strategies; infinite seconds where one does not exist here."""
+        """Seconds and saved bytes of an operator's strategies; infinite seconds where one does not exist on this mesh."""
         valid = choice.space.valid(self.mesh)
         for pin in pins:
             valid &= pin.allows(choice.space.serves, choice.space)
@@ -201,7 +201,7 @@ class _Assembly:
         return seconds, choice.twice(memory)
 
     def layouts(self, rest: Rest, pins: Sequence[Requirement]) -> tuple[Weighted, np.ndarray]:
-        """Where something may rest: seconds of the optimizer's step there, and bytes of its state."""
+        """Seconds of the optimizer's step and bytes of the state, by resting layout; infinite seconds if not offered."""
         shape = tuple(rest.value.shape)
         elements = local_elements(shape, rest.rows, self.mesh)
         fits = fitting(shape, rest.rows, self.mesh) & restoring(rest.rows, self.mesh)
@@ -222,13 +222,13 @@ class _Assembly:
         return lambda weights: np.where(offered, weights.update * seconds, np.inf), memory
 
     def moved(self, edge: Edge) -> _Moves:
-        """Bytes of a tensor's reshards, and which there are and are repeated."""
+        """The bytes of a tensor's reshards, which of them exist, and which are repeated for the backward pass."""
         prices, shape, itemsize = self.prices, tuple(edge.value.shape), edge.value.element_size()
         regather = np.zeros((len(edge.rows), len(edge.wants)), bool)
         for_backward = edge.regathered[:, None] & edge.saved
         if self.panelled:
             for_backward |= edge.products
-        comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its own part, which is near
+        comes = np.full(regather.shape, edge.cast.there)  # a parameter is also cast, from its local part
         if not edge.cast.there and (edge.parameter or for_backward.any()):
             rows, wants = edge.rows[:, None, :], edge.wants[None, :, :]
             comes = ((rows >= 0) & (rows != wants)).any(axis=-1)
@@ -246,7 +246,7 @@ class _Assembly:
         stays = comes & ~edge.regathered[:, None] & edge.saved & (edge.parameter and prices.train)
         memory = memory + np.where(stays, edge.count * wanted, 0.0)
         if edge.parameter and edge.trained and prices.train and prices.accumulate > 1:
-            # Sums that are not reduced yet wait beside the gradient that they will be.
+            # Unreduced sums are held besides the gradient that they are reduced to.
             waiting = (edge.gradients == PARTIAL).any(axis=-1)
             unreduced = local_elements(shape, edge.gradients, self.mesh) * itemsize
             memory = memory + np.where(waiting, edge.count * unreduced, 0.0)
@@ -257,7 +257,7 @@ class _Assembly:
         return _Moves(regather, memory, temporary, scattered, tuple(Use(index, want) for index, want in edge.uses))
 
     def tied(self, edge: Edge, view: int) -> Tensor:
-        """A view is recomputed if and only if what it is a view of is."""
+        """The constraint, by infinite costs, that a view is recomputed if and only if its base is."""
         (_, made, _), (_, shown, _) = self.structure.nodes[view], self.structure.nodes[edge.producer]
         assert isinstance(made, Choice) and isinstance(shown, Choice)
         cost = np.where(np.eye(2, dtype=bool), 0.0, np.inf)
@@ -268,7 +268,7 @@ class _Assembly:
 
 
 class _Weighing:
-    """Prices of reshards as weights count seconds."""
+    """The weighted seconds of reshards."""
 
     def __init__(self, assembly: _Assembly, weights: Weights) -> None:
         self.assembly, self.weights = assembly, weights
@@ -289,17 +289,17 @@ class _Weighing:
         return Tensor(edge.name, edge.producer, edge.have, moves.uses, cost, moves.memory, moves.temporary)
 
     def needed(self, edge: Edge, needs: Needs) -> Tensor:
-        """How a tensor that is recomputed comes to the readers that need it for their gradients, or to be recomputed."""
+        """Reshards of a recomputed tensor to readers that need it for their gradients, or to be recomputed themselves."""
         rows, columns = len(edge.rows), len(edge.wants)
         cost = np.zeros((2 * rows, columns))
         cost[rows:] = edge.count * self.prices.accumulate * self.there(edge, self.weights.backward)
-        if self.assembly.panelled:  # what products read comes in panels, once more anyway
+        if self.assembly.panelled:  # products gather their operand again, in panels, anyway
             cost[:, edge.products & ~edge.saved] = 0.0
         uses = tuple(Use(index, want) for index, want in needs.uses)
         return Tensor(edge.name, edge.producer, needs.have, uses, cost, np.zeros(cost.shape), np.zeros(cost.shape))
 
     def reshards(self, edge: Edge, regather: np.ndarray) -> np.ndarray:
-        """Weighted seconds from every layout that a tensor has to every one wanted, with the gradient's way back."""
+        """Weighted seconds of reshards from every layout to every wanted one, with those of the gradient, ``[H, W]``."""
         shape, cast = tuple(edge.value.shape), edge.cast
         forward, backward, times = self.weights.forward, self.weights.backward, self.prices.accumulate
         found = times * self.there(edge, forward)
@@ -319,7 +319,7 @@ class _Weighing:
         return found
 
     def there(self, edge: Edge, weight: Weight) -> np.ndarray:
-        """Weighted seconds from every layout that a tensor has to every one wanted, once."""
+        """Weighted seconds of the same reshards once, without those of the gradient, ``[H, W]``."""
         moved, cast = self.moving(edge, edge.rows, edge.wants, weight, edge.cast.used), edge.cast
         if not cast.there:
             return moved
@@ -327,7 +327,7 @@ class _Weighing:
         return moved + weight.compute * self.prices.casting(elements, cast.rests, cast.used)[:, None]
 
     def moving(self, edge: Edge, have: np.ndarray, want: np.ndarray, weight: Weight, dtype: torch.dtype) -> np.ndarray:
-        """Weighted seconds from layouts to layouts."""
+        """Weighted seconds of the reshards from every layout in ``have`` to every one in ``want``."""
         shape = tuple(edge.value.shape)
         key = edge.parameter, weight, shape, dtype.itemsize, have.tobytes(), want.tobytes()
         if key not in self.known:  # many tensors of a model are alike
@@ -337,7 +337,7 @@ class _Weighing:
         return self.known[key]
 
     def pay(self, parameter: bool, weight: Weight) -> Collective:
-        """What collectives of a pass cost, weighted, that move a parameter, or something else."""
+        """The function for the weighted seconds of a pass's collectives that move parameters, or other tensors."""
         prices = self.prices
 
         def seconds(kind: str, axes: tuple[int, ...], volumes: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The integer programs that a plan is searched by: which there are, and how each is built and read."""
+"""The integer programs of the search: lists them, builds them, and reads their solutions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from passes.layouts.reshard_matrix import ReshardPricer
 
 __all__ = ["Candidate", "Candidates", "candidate_meshes", "check_batch", "in_haste"]
 
-_STEEP = 4  # prices of memory, each several times the last
-_FINE = 5  # prices between one at which a choice does not fit, and one at which it does
+_STEEP = 4  # the number of prices of memory to try, each a multiple of the one before
+_FINE = 5  # the number of prices to try between one at which a choice does not fit and one at which it does
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One integer program: sizes of the mesh axes, their roles, and panels of each product (None for the fastest)."""
+    """One integer program: sizes of the mesh axes, their roles, and the panels of each product (None for the fastest)."""
 
     mesh: tuple[int, ...]
     restriction: Restriction
@@ -45,12 +45,12 @@ class Candidates:
 
     Attributes:
         model: analysed and folded.
-        topology: of as many devices as the meshes have.
-        options: what was asked for; where it leaves panels out, none are tried first, and then the fastest where memory is
-            short.
+        topology: with as many devices as the meshes.
+        options: those of the job. If ``panels`` is left out, plans without panels are tried first, then, where memory is
+            short, the fastest numbers of panels.
         together: see ``Prices``.
-        structures: what may be chosen, as far as somebody asked.
-        pricers, meshes: how layouts are reached, by the number of axes, and prices by mesh, likewise.
+        structures: cache of structures, by restriction and number of axes.
+        pricers, meshes: caches of reshard pricers, by number of axes, and of prices, by mesh.
     """
 
     model: Model
@@ -63,18 +63,18 @@ class Candidates:
 
     @property
     def panels(self) -> list[int | None]:
-        """What to try for panels, in this order."""
+        """The numbers of panels to try, in this order; None stands for the fastest."""
         possible: list[int | None] = [1] if self.options.family.gathers == "once" else [1, None]
         return possible if self.options.panels is None else [self.options.panels]
 
     def restrictions(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], Restriction]]:
-        """Every mesh with the roles of its axes that the family tries."""
+        """Every mesh with every assignment of roles to its axes that the family tries."""
         for mesh in meshes:
             for restriction in self.options.family.restrictions(len(mesh)):
                 yield mesh, restriction
 
     def over(self, meshes: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
-        """All of them."""
+        """All candidates on these meshes."""
         for mesh, restriction in self.restrictions(meshes):
             for panels in self.panels:
                 yield Candidate(mesh, restriction, panels)
@@ -90,9 +90,9 @@ class Candidates:
         """A candidate's integer program.
 
         Args:
-            candidate: which.
+            candidate: the candidate.
             deadline, weights: see `autotp.planner.assemble.assemble`.
-            scatters: whether partial sums may be scattered though the family only all-reduces.
+            scatters: whether partial sums may be reduce-scattered even if the family only all-reduces.
         """
         key = candidate.restriction, len(candidate.mesh)
         if key not in self.structures:
@@ -105,13 +105,13 @@ class Candidates:
         return assemble(built, prices, panelled, weights=weights, deadline=deadline)
 
     def found(self, candidate: Candidate, assembled: Assembled, solution: Solution | tuple[int, ...]) -> Found:
-        """A solution of a candidate, or one of its choices, with what it costs."""
+        """A solution of a candidate, or one of its choices, as a `Found`, which computes its costs."""
         if not isinstance(solution, Solution):
             solution = solution_at(assembled.problem, solution, 0.0, "footprint")
         return Found(assembled, solution, self.prices(candidate.mesh), candidate.panels)
 
     def prices(self, mesh: tuple[int, ...]) -> Prices:
-        """Prices on a mesh."""
+        """The prices on a mesh, cached."""
         options = self.options
         if mesh not in self.meshes:
             self.meshes[mesh] = Prices(
@@ -128,7 +128,7 @@ class Candidates:
 def candidate_meshes(devices: int, axes: int, least: int = 1) -> Iterator[tuple[int, ...]]:
     """All ordered factorisations of ``devices`` into ``least`` to ``axes`` sizes above 1, fewest axes first.
 
-    Where ``devices`` has fewer prime factors than ``least``, as many axes as it has.
+    If ``devices`` has fewer prime factors than ``least``, the fewest axes are as many as it has prime factors.
     """
     if devices == 1:
         yield (1,)
@@ -152,15 +152,17 @@ def in_haste(
     finely: bool,
     assembled: Assembled,
 ) -> Found | None:
-    """A choice that fits: the fastest, or the one that is it at a price of memory, which is in its solution.
+    """Returns a choice that fits, found by a heuristic: the fastest at a price of memory, which its solution states.
+
+    None if no choice fits at any of the prices tried.
 
     Args:
-        candidates, candidate: of which.
-        allowed: bytes on each device.
-        deadline: after which one that fits is good enough.
-        guess: seconds per byte that memory is worth elsewhere; 0 where nothing is known.
-        finely: whether to look for a lower price at which a choice fits.
-        assembled: the integer program, without a bound.
+        candidates, candidate: the candidate to search, and the programs that it belongs to.
+        allowed: memory of each device, in bytes.
+        deadline: after which any choice that fits is returned.
+        guess: the first price, in seconds per byte, such as one that was found on another mesh; 0 if none is known.
+        finely: whether to search for a lower price at which a choice fits.
+        assembled: the integer program, without a memory limit.
 
     Raises:
         Infeasible: the layouts admit no choice.
@@ -193,14 +195,14 @@ def in_haste(
 
 
 def check_batch(assembled: Assembled, admits: bool = True) -> None:
-    """A family whose axes split the batch needs a batch that they divide.
+    """Checks that the mesh axes which have to split the batch, in a family with roles, divide it.
 
     Args:
         assembled: the integer program.
-        admits: whether layouts admit a choice, as far as is known; then one operator that the axes divide will do.
+        admits: whether the layouts may admit a choice; then one operator whose batch the axes divide suffices.
 
     Raises:
-        BatchError: they do not.
+        BatchError: the axes do not divide the batch.
     """
     built = assembled.structure
     chosen, mesh, model = built.chosen, assembled.mesh, built.model

@@ -1,4 +1,4 @@
-"""What may be chosen for operators, parameters and inputs, and the tensors between them, as codes."""
+"""The choices of operators, parameters and inputs, and the tensors between them, as layout codes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Choice:
     """The strategies of identical operators.
 
     Attributes:
-        space: of one of them.
+        space: the strategies of one of them.
         flop: of the whole operator, forward.
         run: how a step runs it.
-        rerun: how, if the backward pass recomputes it, where that is to be chosen: the strategies stand there twice, first
-            those that keep its results.
-        saves: its results are kept for the backward pass.
-        kept: what else its gradients are made of.
-        best: only the strategies of the highest score are the family's.
+        rerun: how a step runs it if the backward pass recomputes it; None unless the planner decides that. If it does, the
+            choices are the strategies twice, first those that keep the results.
+        saves: whether its results are kept for the backward pass.
+        kept: what its gradients are made of.
+        best: whether only the strategies with the highest score belong to the family.
         score: per strategy.
     """
 
@@ -48,37 +48,37 @@ class Choice:
 
     @property
     def undecided(self) -> bool:
-        """Whether the planner chooses if it is recomputed."""
+        """Whether the planner decides if it is recomputed."""
         return self.rerun is not None
 
     def twice(self, per_strategy: np.ndarray) -> np.ndarray:
-        """What does not depend on whether results are kept, for all that may be chosen."""
+        """Expands an array over strategies to one over choices, for what does not depend on whether results are kept."""
         return np.concatenate([per_strategy, per_strategy]) if self.undecided else per_strategy
 
     @property
     def count(self) -> int:
-        """How many strategies there are, whatever is kept."""
+        """The number of strategies: half the number of choices if undecided."""
         return len(self.space.serves)
 
     @property
     def recomputing(self) -> np.ndarray:
-        """Of all that may be chosen: whether it runs the operator again for the backward pass."""
+        """Per choice, whether it runs the operator again for the backward pass."""
         never = np.zeros(len(self.space.serves), bool)
         return np.concatenate([never, ~never]) if self.undecided else never
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """Where a parameter, input or constant may rest.
+    """The layouts in which a parameter, input or constant may rest.
 
     Attributes:
         value: the whole tensor.
         cast: its dtypes.
-        rows: coded layouts.
-        groups: of the layouts of one group, only the first that fits a mesh is offered.
-        regathered: of a parameter: whether what is gathered from there is gathered again for the backward pass, or kept.
-        undecided: whether it is to be chosen: the layouts stand there twice, first for those that are kept.
-        parameter: it has a gradient and optimizer state.
+        rows: the layout codes.
+        groups: the group of each layout; of every group, only the first layout that fits a mesh is offered.
+        regathered: for a parameter, per layout, whether the gathered copy is gathered again for the backward pass, or kept.
+        undecided: whether the planner decides that. If so, the layouts are listed twice, first those with kept copies.
+        parameter: whether it has a gradient and optimizer state.
     """
 
     value: torch.Tensor
@@ -91,19 +91,19 @@ class Rest:
 
     @property
     def count(self) -> int:
-        """How many layouts there are, whatever is kept."""
+        """The number of layouts: half the number of choices if undecided."""
         return len(self.rows) // 2 if self.undecided else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Needs:
-    """What the backward pass needs of a tensor, where the planner decides what is kept.
+    """What the backward pass reads of a tensor, where the planner decides what is kept.
 
     Attributes:
-        have: per choice of the producer, a row of ``Edge.rows``, or, if it is recomputed, of the same rows behind them.
-        uses: of every reader, per choice, the column of ``Edge.wants`` that its gradient, or recomputing it, reads; -1:
-            none.
-        views: readers that are views of it, and are recomputed if and only if it is.
+        have: per choice of the producer, a row of ``Edge.rows``, or, if it is recomputed, of a copy appended to them.
+        uses: (index of the reader, per choice the column of ``Edge.wants`` that its gradient, or its recomputation, reads;
+            -1: none).
+        views: readers that are views of it, which are recomputed if and only if it is.
     """
 
     have: np.ndarray
@@ -116,23 +116,23 @@ class Edge:
     """A tensor between its producer and its readers.
 
     Attributes:
-        name: of the node that gives it.
+        name: of the node that returns it.
         value: the whole tensor.
-        cast: the dtypes in which it is made or rests, moves, and has its gradient reduced.
+        cast: the dtypes in which it is made or rests, is moved, and has its gradient reduced.
         producer: index of the producing node.
-        have: per strategy of the producer, a row of ``rows``.
-        rows: the coded layouts that it can have.
-        regathered: of those of a parameter: whether what is gathered from there is gathered again for the backward pass.
-        uses: (index of the reader, per strategy a row of ``wants``).
-        wants, gradients: the layouts that readers want, and in which they return the gradient.
-        saved: wanted tensors that a reader keeps for its backward pass.
-        products: wanted tensors that products read as data.
+        have: per choice of the producer, a row of ``rows``.
+        rows: the layout codes that it can have.
+        regathered: for a parameter, per row, whether the gathered copy is gathered again for the backward pass.
+        uses: (index of the reader, per choice a row of ``wants``).
+        wants, gradients: the layouts that readers want, and those in which they return the gradient.
+        saved: per row of ``wants``, whether a reader keeps that tensor for its backward pass.
+        products: the same for products that read it as their data operand.
         copies: the tensors of the model that it stands for.
-        parameter: it is a parameter.
-        trained: a gradient comes back.
-        keeps: what readers save of it is an activation's, which is kept.
-        repeats: what readers save of it is brought to them once more in the backward pass.
-        needs: what readers save of it, where that depends on what is recomputed.
+        parameter: whether it is a parameter.
+        trained: whether it has a gradient.
+        keeps: whether it is an activation that is not recomputed, so that what readers save of it is kept.
+        repeats: whether what readers save of it is resharded again in the backward pass.
+        needs: what the backward pass reads of it, where that depends on what is recomputed.
     """
 
     name: str
@@ -156,22 +156,22 @@ class Edge:
 
     @property
     def count(self) -> int:
-        """How many such tensors the model has."""
+        """The number of such tensors in the model."""
         return len(self.copies)
 
     @cached_property
     def stays(self) -> np.ndarray:
-        """Where nothing has to move, ``[H, W]``."""
+        """Whether nothing has to be moved or cast, ``[H, W]``."""
         return (self.rows[:, None, :] == self.wants[None, :, :]).all(axis=-1) & (not self.cast.there)
 
     @cached_property
     def first(self) -> Mapping[str, np.ndarray]:
-        """Of equal columns, the first one, by what a tensor is there once for (`autotp.planner.tables.Held`), ``[W]``."""
+        """For each column, the first one with that layout, or gradient, by key of `autotp.planner.tables.Held`, ``[W]``."""
         return {"layouts": _first(self.wants), "gradients": _first(self.gradients)}
 
 
 def _first(rows: np.ndarray) -> np.ndarray:
-    """The first of the rows that each is equal to."""
+    """For each row, the index of the first row that equals it."""
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     return np.asarray(first[inverse.reshape(-1)])
 
@@ -190,7 +190,7 @@ def kept_inside(choice: Choice, mesh: tuple[int, ...]) -> np.ndarray:
 
 
 def parts_of(choice: Choice, parts: Sequence[tuple[int, float]], mesh: tuple[int, ...]) -> np.ndarray:
-    """Bytes of so many for each element of operands, or (-1) of the first result, of an operator's strategies, ``[S]``."""
+    """Bytes of ``parts``: (an operand, or -1 for the first result; bytes per element), by strategy, ``[S]``."""
     space, found = choice.space, np.zeros(len(choice.space.serves))
     for position, size in parts:
         node = space.operator.node

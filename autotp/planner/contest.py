@@ -1,8 +1,9 @@
-"""Which candidate wins, whatever memory it takes: every mesh gets its share of the time, then open ones are settled.
+"""The search for the fastest candidate, regardless of memory.
 
-A candidate is a mesh, a restriction of the search to a family's roles of its axes, and a way with panels. The best choice
-met becomes the cutoff of all later ones. Candidates that stay open are solved by rising bound until no bound is below the
-best plan's cost, which is the proof. What fits where memory is short is found elsewhere (`autotp.planner.squeeze`).
+A candidate is a mesh, the roles that a family gives its axes, and the panels of products. First, every mesh gets a share of
+the time. The cost of the best choice so far is the cutoff for all later candidates. Then, open candidates are solved by
+rising bound until no bound is below the best plan's cost, which proves it optimal. If memory is short, the plan is searched
+elsewhere (`autotp.planner.squeeze`).
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ __all__ = ["Contest"]
 
 T = TypeVar("T")
 _log = logging.getLogger("autotp.plan")
-_LOOK = 1 / 8  # of the time that is left, at least, for the first look at one of several meshes
-_NEAR = 0.8  # of the room: where a sum over tensors, which costs nothing and may be too low, is less, no moment counts
-_AXES = 2  # of a mesh: few
-_SCALES = (0.7, 1.0)  # of prices that are best on one mesh, for a bound that holds on all
-_CLOSE = 1e-4  # of the bytes that no plan takes less than: what is so close to them is not improved
+_LOOK = 1 / 8  # share of the remaining time, at least, for the first solution of one of several meshes
+_NEAR = 0.8  # share of ``room``; below it, the sum over tensors, which is free and may be too low, replaces a footprint
+_AXES = 2  # meshes with more axes have many
+_SCALES = (0.7, 1.0)  # factors of the prices that are best on one mesh, for a bound that holds on all meshes
+_CLOSE = 1e-4  # relative to the lower bound on memory; a plan as close to it is not improved
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A candidate that is not settled: seconds that it is not below (proven)."""
+    """A candidate that is not settled, with a proven lower bound on its cost, in seconds."""
 
     bound: float
     candidate: Candidate
@@ -61,21 +62,22 @@ class Open:
 
 @dataclass(slots=True)
 class Contest:
-    """The best plan of a model over meshes.
+    """A search for the best plan of a model over meshes, and its state.
 
     Attributes:
         candidates: the integer programs.
-        allowed: bytes that a step may take on each device.
-        deadline: when the search ends with what is known.
-        weights: what seconds count, by what may hide them; costs and bounds are then weighted sums.
-        limit: seconds from which on a choice is of no interest.
-        best: the cheapest choice.
-        indivisible: why the batch does not fit a mesh.
-        assembling, solving: seconds in building integer programs, and in the solver.
+        allowed: the memory limit of a step on each device, in bytes.
+        deadline: when the search ends with the best plan so far.
+        weights: the weights of seconds, by what may hide them; costs and bounds are then weighted sums.
+        limit: the first cutoff, in seconds: only cheaper choices are of interest.
+        best: the cheapest choice so far.
+        indivisible: the error of a mesh that does not divide the batch.
+        assembling, solving: seconds spent on building integer programs, and on solving them.
         open: candidates that are not settled.
-        leasts, floors: what takes the least memory, and bytes that nothing takes less than, by meshes, once somebody asked;
-            the same for all bounds and weights.
-        short: whether memory may have kept out a faster choice; of all contests that this one was made from, too.
+        loosened: candidates that may reduce-scatter although their family only all-reduces (see `ask`).
+        leasts, floors: caches by meshes: the plan with the least memory, and a lower bound on the memory of all plans, in
+            bytes; they hold for all limits and weights.
+        short: whether memory may have ruled out a faster choice, here or in a contest that this one was made from.
     """
 
     candidates: Candidates
@@ -95,34 +97,34 @@ class Contest:
 
     @property
     def cutoff(self) -> float:
-        """Seconds of the best choice so far, or beyond which none is of interest."""
+        """The cost of the best choice so far, in seconds, or the limit if there is none."""
         return self.limit if self.best is None else self.best.solution.seconds
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan is below (proven)."""
+        """A proven lower bound on the cost of all plans, in seconds."""
         return min((entry.bound for entry in self.open), default=self.cutoff)
 
     def anew(self, weights: Weights | None = None) -> Contest:
-        """A contest that has not begun, perhaps with other weights."""
+        """A new contest, with other weights if they are given."""
         fresh = replace(self, best=None, indivisible=None, open=[], loosened=set())
         return fresh if weights is None else replace(fresh, weights=weights)
 
     def of(self, model: Model) -> Contest:
-        """A contest that has not begun, for other constraints."""
+        """A new contest for a model with other constraints or other recomputation."""
         return self.posing(replace(self.candidates, model=model, structures={}))
 
     def within(self, strategy: str) -> Contest:
-        """A contest that has not begun, for a family of strategies."""
+        """A new contest for a family of strategies."""
         options = replace(self.candidates.options, strategy=strategy)
         return self.posing(replace(self.candidates, options=options, structures={}))
 
     def posing(self, candidates: Candidates) -> Contest:
-        """A contest that has not begun, of other programs."""
+        """A new contest over other integer programs."""
         return replace(self.anew(), candidates=candidates, leasts={}, floors={})
 
     def sides(self, candidate: Candidate, chunks: int) -> list[list[Problem]]:
-        """Of every pass of a step the programs that say how long each of what may limit it takes."""
+        """For each pass of a step, one program per side, whose cost is the seconds of that side (`costmodel.overlap`)."""
         options, depth = self.candidates.options, self.candidates.model.depth
         if not options.hides:
             return [[self.anew().assemble(candidate).problem]]
@@ -132,29 +134,30 @@ class Contest:
             weights = []
             for side in range(sides):
                 shares = [np.eye(sides)[side] * (other == one) for other in range(passes)]
-                shares.append(np.full(1, float(one == 0)))  # the optimizer, whatever limits the pass
+                shares.append(np.full(1, float(one == 0)))  # the optimizer's step, in all sides of the first pass
                 weights.append(overlap.weights(shares, depth, options.accumulate, chunks))
             found.append([self.anew(weight).assemble(candidate).problem for weight in weights])
         return found
 
     def admits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether there is a choice at all on some mesh that fits, as far as there is time to tell."""
+        """Whether a choice on some mesh fits; True if the deadline passes before that is known."""
         with suppress(Expired):
             return self.some_fits(meshes)
         return True
 
     def run(self, meshes: Sequence[tuple[int, ...]], room: float = math.inf) -> None:
-        """Looks at every mesh, then settles what is open, by rising bound, until it cannot win.
+        """Solves every mesh within a share of the time, then settles open candidates by rising bound, up to the cutoff.
 
-        Few axes make small programs, whose best choice is a cutoff for larger ones, and balanced sizes good choices.
+        Meshes with few axes come first: their programs are small, and their best choice is a cutoff for larger ones. Of
+        these, balanced sizes come first: they have good choices.
 
         Args:
-            meshes: to look at.
-            room: bytes. If what wins on the first mesh of many axes takes more, memory is short, and what wins if it is
-                not matters little: the other meshes of many axes are left open.
+            meshes: to search.
+            room: bytes. If the best choice takes more after the first mesh with many axes, memory is short, and the best
+                choice regardless of memory matters little: the other meshes with many axes are left open.
 
         Raises:
-            Expired: when the time passed before any choice was found.
+            Expired: the deadline passed before any choice was found.
         """
         pairs = sorted(self.candidates.restrictions(meshes), key=lambda pair: (len(pair[0]), max(pair[0])))
         share, many = max(_LOOK, 1 / max(1, len(pairs))), 0
@@ -188,16 +191,16 @@ class Contest:
 
     @staticmethod
     def key(meshes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """By which is kept what is known of meshes, in whichever order they are looked at."""
+        """The key of meshes in the caches, independent of their order."""
         return tuple(sorted(meshes))
 
     def some_fits(self, meshes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the plan with the least memory does."""
+        """Whether the plan with the least memory fits."""
         least = self.least(meshes, self.allowed)
         return least is not None and least.used <= self.allowed
 
     def _settle(self, entry: Open, deadline: Deadline) -> None:
-        """Solves a candidate, which stays open where the time does not suffice to prove what is found."""
+        """Solves a candidate; it stays open if its optimum is not proven by the deadline."""
         candidate = entry.candidate
         try:
             assembled, found = self.ask(
@@ -221,11 +224,11 @@ class Contest:
         )
 
     def _in_order(self, meshes: Sequence[tuple[int, ...]]) -> list[Candidate]:
-        """All programs, those without panels, of which more is certain, first."""
+        """All candidates; those without panels, of which more is certain, come first."""
         return sorted(self.candidates.over(meshes), key=lambda one: one.panels != 1)
 
     def shared(self, meshes: Sequence[tuple[int, ...]]) -> float:
-        """Bytes that no plan takes less than, closer: if every device had just its share of whatever is there."""
+        """A tighter lower bound on the memory of all plans, in bytes: every device has just its share of every tensor."""
         key = self.key(meshes)
         for candidate in () if key in self.floors else self._in_order(meshes):
             with suppress(BatchError, Infeasible):
@@ -237,11 +240,11 @@ class Contest:
         return self.floors.setdefault(key, 0.0)
 
     def shared_step(self, meshes: Sequence[tuple[int, ...]], worth: Mapping[Moment, float]) -> float:
-        """Seconds that no plan is below which fits, on any mesh: if every device computed and held just its share.
+        """A lower bound on the step time of plans that fit, in seconds: every device computes and holds just its share.
 
         Args:
-            meshes: of which one says what may be chosen.
-            worth: seconds for every byte at some moments (`autotp.planner.squeeze`).
+            meshes: one of them determines the choices; the bound holds for all.
+            worth: prices of bytes at some moments, in seconds per byte (`autotp.planner.squeeze`).
         """
         candidate = self._in_order(meshes)[0]
         assembled, prices = self.assemble(candidate), self.candidates.prices(candidate.mesh)
@@ -268,9 +271,9 @@ class Contest:
     def least(
         self, meshes: Sequence[tuple[int, ...]], enough: float = 0.0, tries: int | None = None, until: Deadline = NEVER
     ) -> Least | None:
-        """The plan with the least memory on any mesh, or one that takes at most ``enough``.
+        """The plan with the least memory on any mesh, or one that takes at most ``enough`` bytes; None if there is none.
 
-        With fewer ``tries``, or if it is known later than ``until``, not all of the meshes are looked at.
+        At most ``tries`` candidates are searched, and none after ``until`` once a plan is known.
         """
         if (key := self.key(meshes)) not in self.leasts:
             best, floor = None, self.shared(meshes)
@@ -294,7 +297,7 @@ class Contest:
     def _least_of(
         self, candidate: Candidate, known: float, floor: float, enough: float, rounds: int | None
     ) -> Least | None:
-        """The choice of a candidate that takes the least memory, unless above what is known, and far above enough."""
+        """The choice of a candidate with the least memory (`smallest`); None if there is none, or none below ``known``."""
 
         def ask(assembled: Assembled) -> tuple[Moments, Smallest | None]:
             problem = assembled.frugal.problem
@@ -316,9 +319,9 @@ class Contest:
         return Least(candidate, assembled, found[0], found[1])
 
     def ask(self, candidate: Candidate, ask: Callable[[Assembled], T]) -> tuple[Assembled, T | None]:
-        """A candidate's program, and what a solver says of it; None when layouts admit no choice.
+        """A candidate's program, and what ``ask``, such as a solver, returns for it; None if the layouts admit no choice.
 
-        A family that only all-reduces may have no way to hand a partial sum on; then it may scatter after all.
+        In a family that only all-reduces, a partial sum may not reach its consumers; then reduce-scatters are allowed.
         """
         assembled = self.assemble(candidate)
         check_batch(assembled)

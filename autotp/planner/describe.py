@@ -40,17 +40,17 @@ __all__ = ["AXIS_NAMES", "Found", "describe_plan"]
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """A solution with what it was found for; what it costs is worked out once, when it is first asked for.
+    """A solution with its integer program and prices. Its costs are computed once, at the first access.
 
     Attributes:
         assembled: the integer program.
-        solution: its optimum.
+        solution: a solution of it.
         prices: of the mesh.
-        panels: panels of each product: a number, None for the fastest; 1 for none.
-        layers: of undecided operators that stand for several, the share, of the first ones, that follows ``other`` instead
-            of the solution; likewise of parameters that may be gathered again.
-        other: what is rematerialized in those.
-        spared: which of them are not in the last of those layers, but as the solution says.
+        panels: panels of each product: a number, 1 for none; None for the fastest.
+        layers: the share of identical layers, from the first on, in which undecided operators, and parameters that may be
+            gathered again, follow ``other`` instead of the solution.
+        other: what is rematerialized in those layers.
+        spared: the part of ``other`` that follows the solution in the last of those layers nevertheless.
     """
 
     assembled: Assembled
@@ -63,7 +63,7 @@ class Found:
 
     @cached_property
     def rematerialized(self) -> Set[fx.Node]:
-        """Of what was undecided, the operators that are recomputed, and the parameters that are gathered again."""
+        """The undecided operators that are recomputed, and the parameters that are gathered again."""
         model, mine = self.assembled.structure.model, self.assembled.rematerialized(self.solution.choice)
         copies = Counter(model.stands.values())
         met: Counter[fx.Node] = Counter()
@@ -78,7 +78,7 @@ class Found:
 
     @cached_property
     def model(self) -> Model:
-        """The model with what is recomputed."""
+        """The model with the decision what is recomputed."""
         model = self.assembled.structure.model
         if not model.undecided:
             return model
@@ -87,7 +87,7 @@ class Found:
 
     @cached_property
     def priced(self) -> Priced:
-        """Its strategies with their prices, and the panels of its products."""
+        """The strategies with their prices, and the panels of the products."""
         model, prices = self.model, self.prices
         chosen = functools.cache(self._chosen)
         strategies = {node.name: chosen(self._stand(node)) for node in model.operators}
@@ -116,17 +116,17 @@ class Found:
         return max(self.held.values(), default=0.0)
 
     def proven(self, seconds: float, bound: float) -> Found:
-        """The same choice, with the step that it was chosen for, and seconds that none is below."""
-        found = copy.copy(self)  # with all that was worked out
+        """The same choice, with its step time and a lower bound on that of all choices, in seconds."""
+        found = copy.copy(self)  # keeps cached properties
         object.__setattr__(found, "solution", replace(self.solution, seconds=seconds, bound=bound))
         return found
 
     def _stand(self, node: fx.Node) -> fx.Node:
-        """The node that decides for it."""
+        """The node that stands for it."""
         return self.assembled.structure.model.stands.get(node, node)
 
     def _chosen(self, stand: fx.Node) -> Any:
-        """The strategy of an operator, or the layout of a parameter, by the node that decides."""
+        """The strategy of an operator, or the layout of a parameter, given the node that stands for it."""
         return self.assembled.chosen(stand, self.solution.choice[self.assembled.structure.index[stand]])
 
 
@@ -135,7 +135,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
 
     Args:
         found: the solution.
-        sums: what a step takes, in chunks if there are any.
+        sums: the seconds of a step, in chunks if there are any.
         hides: whether communication is hidden behind computing.
         fields: the plan's fields that the solution does not decide.
     """
@@ -163,7 +163,7 @@ def describe_plan(found: Found, sums: Sums, *, hides: bool, **fields: Any) -> Pl
 
 
 def _batch_axes(priced: Priced) -> tuple[str, ...]:
-    """The mesh axes that split the batch anywhere."""
+    """The mesh axes that split the batch of any operator."""
     axes = {
         axis
         for node, operator in priced.model.operators.items()
@@ -174,7 +174,7 @@ def _batch_axes(priced: Priced) -> tuple[str, ...]:
 
 
 def _gathered_once(priced: Priced) -> tuple[str, ...]:
-    """The parameters of which a copy is made that is kept for a backward pass."""
+    """The parameters whose gathered or cast copy is kept for the backward pass."""
     model, found = priced.model, []
     for moved in priced.reshards:
         node, have = moved.value[0], priced.layouts[moved.value]
@@ -190,7 +190,7 @@ _RECOMPUTED: Mapping[bool | None, Literal["", "local", "all"]] = {None: "", Fals
 
 
 def _operator(priced: Priced, node: fx.Node, count: int) -> PlannedOperator:
-    """What a plan says of an operator."""
+    """The plan's entry for an operator."""
     model, names = priced.model, AXIS_NAMES[: len(priced.prices.mesh)]
     operator, strategy, cost = model.operators[node], priced.strategies[node.name], priced.costs[node]
     operands = operands_of(node)

@@ -1,4 +1,4 @@
-"""The best plan whose step fits the memory, whatever it recomputes."""
+"""The best plan that fits the memory, including the decision which results are recomputed."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from costmodel.overlap import Weights
 
 __all__ = ["Outcome", "best_of_ways", "floor_of", "tries", "ways"]
 
-_HALF = 0.5  # of the time: for plans that recompute only where memory is short
-_HURRY = 100  # times as long as the analysis: who has less time gets an answer in haste first
-_HASTE = 1 / 3  # of the time: for an answer in haste where memory is short
-_SEARCH = 0.75  # of the time: for plans without chunks, if there may be such in chunks
-_ALL = 0.9  # of the time, otherwise
-_REFUSING = 0.25  # of the time: for whether anything fits
-_LARGE = 200  # operators and parameters that nothing else stands for: then the time may be short
-_REST = 0.5  # of the time that is left: for an answer in haste after a search in vain
-_ROUND = 0.5  # of the time that is left: for plans by other shares of what limits a step, each time
-_SLIGHT = 0.01  # relative; where a bound for steps in chunks can rise by less, it does not matter
-_TIGHT = 0.5  # of the memory: where a bound that is easily too low takes more, a closer one is looked at
-_CLOSE = 0.8  # of the memory: where the closer bound takes more, the plan with the least memory is looked for first
-_LOOKING = 3.0  # seconds: then what a job takes that does not fit is looked for on no more meshes, if it is known on one
-_FAR = 0.95  # of a step: where the bound is less, memory decides more than is known of choices
-_FAMILIES = 0.5  # of the time that is left, at most: for families
-_EFFORT = 4_000  # operators of all programs that are tried for what a job takes that is known not to fit
-_MANY = 10  # tries with which families are tried too
-_FEW = 40  # operators of a model whose layers are decided one by one
+_HALF = 0.5  # share of the time for plans that recompute only where memory is short
+_HURRY = 100  # multiple of the analysis time; with less time left, a heuristic looks for a plan first
+_HASTE = 1 / 3  # share of the time for that heuristic where memory is short
+_SEARCH = 0.75  # share of the time for plans without chunks, if chunks may be used
+_ALL = 0.9  # the same share, if chunks may not be used
+_REFUSING = 0.25  # share of the time for deciding whether any plan fits
+_LARGE = 200  # operators and parameters after folding, above which the time may be short
+_REST = 0.5  # share of the remaining time for the heuristic after the search expired without a plan
+_ROUND = 0.5  # share of the remaining time for each search with new shares of what limits a step
+_SLIGHT = 0.01  # relative; the search for a bound on chunked plans ends if it can rise by less
+_TIGHT = 0.5  # share of the memory; if the cheap lower bound, which may be loose, is above it, a tighter one is computed
+_CLOSE = 0.8  # share of the memory; if the tighter bound is above it, the plan with the least memory is searched first
+_LOOKING = 3.0  # seconds after which, for a job that does not fit, no more meshes are tried if a plan is known
+_FAR = 0.95  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
+_FAMILIES = 0.5  # largest share of the remaining time for families
+_EFFORT = 4_000  # operators, summed over the programs that are tried for the least memory of a job known not to fit
+_MANY = 10  # tries from which on another family is tried too
+_FEW = 40  # most operators of a model whose identical layers are decided separately
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search found: the last contest, its best plan, and seconds that no plan is below (proven).
+    """The result of a search: the last contest, its best plan, and a proven lower bound on the step time, in seconds.
 
-    ``plain``: the last contest in which recomputing was not to be decided. ``chunks``: of the plan; None: not looked at.
+    ``plain``: the last contest without undecided recomputation. ``chunks``: those of the plan; None: not searched.
     """
 
     contest: Contest
@@ -61,20 +61,20 @@ class Outcome:
 
 @frozen()
 def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """The best plan over meshes and ways to recompute.
+    """Returns the best plan over meshes and over decisions what to recompute.
 
-    Recomputing is tried where memory is short: of what ``full`` recomputes, whatever is fastest; if nothing fits, or only
-    what is far from the bound, all that ``selective`` or ``full`` recompute. Where a compiler fuses, recomputing what
-    stays inside its kernels may also save time: what is not kept is neither written nor read. Where the bound stays
-    further away than is asked for, families are searched, too: fewer choices are searched better.
+    If memory is short, the planner decides for each operator that ``full`` recomputes. If nothing fits, or only plans far
+    from the bound, it also tries to recompute all that ``selective`` or ``full`` do. With a fusing compiler, recomputing
+    what stays inside its kernels may also save time: results that are not kept are neither written nor read. If the gap
+    exceeds the requested one, single families are searched too: the search is better over fewer choices.
 
     Args:
-        plain, short: of the job, as of ``ways``.
-        meshes: to look at.
-        analysis: seconds that the analysis took of operators that differ, which say how long other things take.
+        plain, short: the two contests of the job, from ``ways``.
+        meshes: to search.
+        analysis: seconds that the analysis of the distinct operators took; a measure of the time of other phases.
 
     Raises:
-        Expired: when the time passed before any plan was found.
+        Expired: the deadline passed before any plan was found.
     """
     begun = plain.deadline.clock()
     found = _of_recomputing(plain, short, meshes, analysis)
@@ -84,7 +84,7 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
 
 
 def _of_recomputing(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """``best_of_ways`` of all that the family contains, at once."""
+    """``best_of_ways`` over the whole family at once, without a search of single families."""
     options, model = plain.candidates.options, plain.candidates.model
     if not options.trains or options.recompute != "auto":
         return _best(plain, short, meshes, analysis)
@@ -104,7 +104,7 @@ def _of_recomputing(plain: Contest, short: Contest, meshes: Sequence[tuple[int, 
 def _of_families(
     known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float, spent: float
 ) -> Outcome:
-    """What is known, or what a family has that is faster, in as much time as was ``spent``, or half of it all if far."""
+    """The known plan, or a faster one of a family, in ``spent`` seconds, or half of the rest if far from the bound."""
     families = [one for name, one in FAMILIES.items() if name != "auto"]
     far, half = known.floor < _FAR * _seconds(known), _FAMILIES * contest.deadline.left
     until = contest.deadline.within(half if far else min(spent, half))
@@ -118,7 +118,7 @@ def _of_families(
 
 
 def _faster(known: Outcome, plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """What is known, or what other contests find, if that is faster."""
+    """The known outcome, or that of other contests if its step is shorter, with the lower bound of both."""
     try:
         other = _best(plain, short, meshes, analysis)
     except (BatchError, Expired) as error:
@@ -129,7 +129,7 @@ def _faster(known: Outcome, plain: Contest, short: Contest, meshes: Sequence[tup
 
 
 def _best(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """The best plan over meshes of a contest, and of one that decides on what is recomputed, where memory is short."""
+    """The best plan of ``contest`` or, if memory is short, of ``short``, which also decides what to recompute."""
     share = _SEARCH if most_chunks(contest.candidates.options) > 1 else _ALL
     hurried, first = contest.deadline.left < _HURRY * analysis, None
     large = len({*contest.candidates.model.stands.values()}) > _LARGE
@@ -153,7 +153,7 @@ def _best(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], a
 
 
 def _seconds(outcome: Outcome) -> float:
-    """Of the best plan's step, in its chunks."""
+    """Seconds of the best plan's step in its chunks; infinite without a plan."""
     best, hides = outcome.found.best, outcome.contest.candidates.options.hides
     if best is None:
         return math.inf
@@ -167,15 +167,15 @@ def _step(found: Found, hides: bool) -> float:
 
 
 def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline) -> Found | None:
-    """A plan that fits, whatever the time; None where haste finds none.
+    """A feasible plan found quickly by a heuristic; None if it finds none. Tries the first mesh even after the deadline.
 
-    The mesh with the fewest axes takes the least time. Where memory is short, others are tried until the deadline.
+    Meshes with the fewest axes take the least time and come first. If memory is short, others follow until the deadline.
     """
     options, model = contest.candidates.options, contest.candidates.model
     tried, best, price = [contest], None, 0.0
     shares = first_shares(options.accumulate)
     weights = overlap.weights(shares, model.depth, options.accumulate) if options.hides else EVEN
-    if options.trains and options.recompute == "auto":  # what is cheap to recompute may be what is too much
+    if options.trains and options.recompute == "auto":  # recomputing what is cheap may suffice to fit
         recomputed = {**recomputed_by(model, "selective"), **model.recomputed}
         tried.append(contest.of(folded(replace(model, recomputed=recomputed))))
     pairs = sorted(contest.candidates.restrictions(meshes), key=lambda pair: max(pair[0]))
@@ -204,12 +204,12 @@ def _in_haste(contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Dea
 
 
 def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
-    """With the best plan in chunks, and what none is below in chunks either."""
+    """Adds the chunk counts of the best plan, and a lower bound that also holds for chunked plans."""
     contest, best = outcome.plain.anew(), outcome.found.best
     options = contest.candidates.options
     asked, most = options.chunks, most_chunks(options)
     if best is None or most == 1 or best.panels != 1 or outcome.contest is not outcome.plain:
-        return outcome  # the bound of plans with what is to be decided holds in chunks already
+        return outcome  # with undecided recomputation, the bound holds for chunked plans already
     chunks, shortest = best_chunks(best.priced, contest.deadline, asked)
 
     def search(weights: Weights) -> Searched:
@@ -225,22 +225,22 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
             cut, found = best_chunks(one.best.priced, contest.deadline, asked)
             if found.seconds(hides=True) < shortest.seconds(hides=True):
                 best, chunks, shortest = one.best, cut, found
-    whole = max(outcome.floor, (1 - overlap.MARGIN) * floor)  # without chunks, no side is shorter than that
+    whole = max(outcome.floor, (1 - overlap.MARGIN) * floor)  # bounds unchunked plans: their sides lack `CHUNKED`
     return replace(outcome, found=replace(outcome.found, best=best), floor=min(whole, floor), chunks=chunks)
 
 
 def _of_ways(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], fits: bool) -> Outcome:
-    """The best plan without chunks over meshes and ways to recompute; whether some plan is known to fit."""
+    """The best plan without chunks, of ``short`` if memory is short; ``fits``: some plan is known to fit."""
     refused = None if fits else _refused(short, meshes)
     if refused is not None:
         return refused
     try:
         ample = _searched(contest, meshes)
-    except Expired as error:  # what is recomputed is looked at all the same
+    except Expired as error:  # the search that decides what to recompute may still find one
         ample = Outcome(replace(contest, short=True), Searched(None, error.bound, math.inf), error.bound, contest)
     if not ample.contest.short:
         return ample
-    fastest = ample.contest.best  # though it does not fit
+    fastest = ample.contest.best  # although it does not fit; its mesh is searched first
     order = sorted(meshes, key=lambda mesh: fastest is None or mesh != fastest.prices.mesh)
     found = squeeze(short, order, ample.found.best, ample.floor, partial(_with_least, short, order))
     if found.best is None:
@@ -253,7 +253,7 @@ def _of_ways(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]]
 
 
 def ways(contest: Contest) -> tuple[Contest, Contest]:
-    """The contest with what is recomputed in any case, and the one where the planner decides on the rest, if it may."""
+    """Two contests: with the recomputation that is requested, and with the rest undecided, if the planner may decide."""
     options, model = contest.candidates.options, contest.candidates.model
     asked = options.recompute if options.trains else "none"
     way = recomputed_by(model, "none" if asked == "auto" else asked, checkpoints=asked == "auto")
@@ -269,20 +269,20 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
 
 
 def floor_of(contest: Contest) -> float:
-    """Bytes that no plan takes less than, of any family and on any mesh; without an integer program."""
+    """A lower bound on the memory of plans of any family on any mesh, in bytes; needs no integer program."""
     candidates = contest.candidates
     return least_bytes(candidates.model, candidates.prices((candidates.topology.devices,)))
 
 
 def tries(contest: Contest) -> int:
-    """How many programs are tried where an answer is due soon."""
+    """The number of integer programs to try where an answer is due soon."""
     return max(1, _EFFORT // max(1, len(contest.candidates.model.operators)))
 
 
 def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | None:
-    """What takes the least memory, where that is known not to fit before anything is searched; else nothing.
+    """The plan with the least memory, if it is known before the search that it does not fit; else None.
 
-    A bound that costs nothing says whether a closer one is worth while, and that whether to look for the plan.
+    A cheap lower bound decides whether to compute a tighter one, and that one whether to search for the plan.
     """
     floor = floor_of(contest)
     looking = replace(contest, deadline=contest.deadline.part(_REFUSING))
@@ -299,9 +299,9 @@ def _refused(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome | N
 
 
 def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
-    """The best plan over meshes, if it fits."""
+    """The best plan over meshes, without chunks; none if it does not fit (``contest.short``)."""
     deadline = contest.deadline
-    # Without chunks, what is open would be bounded by what no plan is below, whatever it takes.
+    # Without chunks, `squeeze` uses the bound found here, so no candidate may be left open with a bound of 0.
     room = contest.allowed if most_chunks(contest.candidates.options) > 1 else math.inf
 
     def search(weights: Weights) -> Searched:
@@ -310,7 +310,7 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
         contest.run(meshes, room)
         best = contest.best
         fits = best is not None and best.memory <= contest.allowed
-        contest.short = not fits or (contest.short and bool(contest.open))  # a best plan that fits needs nothing else
+        contest.short = not fits or (contest.short and bool(contest.open))  # a best plan that fits is enough
         return Searched(None if contest.short else best, contest.bound, 0.0)
 
     if not contest.candidates.options.hides:
@@ -325,14 +325,14 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
 def _with_least(
     contest: Contest, meshes: Sequence[tuple[int, ...]], deadline: Deadline, floor: float = 0.0, tries: int | None = None
 ) -> Searched:
-    """A plan that fits and is fast, or what takes the least memory, with few ``tries`` where nothing is known to fit."""
+    """A fast plan that fits, or else the plan with the least memory; ``tries``: most programs to try if no plan can fit."""
     asked, contest = contest, replace(contest, deadline=deadline)
     until = NEVER if tries is None else deadline.within(_LOOKING)
     least = contest.least(meshes, contest.allowed, tries, until)
     asked.indivisible = contest.indivisible
     fits = least is not None and least.used <= contest.allowed
     if not fits and contest.candidates.options.family.name == "auto" and (tries is None or tries >= _MANY):
-        # Tables of moments are not exact, and may lead past it: what shards all state takes little in any case.
+        # Tables of moments are not exact, and may miss the least. Plans that shard all state take little in any case.
         sharded = contest.within("zero3")
         other = least
         with suppress(Expired):

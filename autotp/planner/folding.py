@@ -1,4 +1,4 @@
-"""Folding: layers that repeat are decided once.
+"""Folding: one decision for all repetitions of a layer.
 
 Operators of identical layers are *tied*: one representative stands for all of them, so the integer program does not grow
 with depth. Tying never makes a plan wrong (the copies have the same rules and shapes); it only asks identical layers to be
@@ -22,14 +22,14 @@ _LEAST_SAVING = 6
 
 
 def folded(model: Model) -> Model:
-    """The model with identical operators tied, if they are also pinned, resting and recomputed in the same way."""
+    """The model with identical operators tied, if their constraints, resting layouts and recomputation are equal too."""
     pins, recomputed, resting = model.pins, model.recomputed, model.resting
     marks = {n: (pins.get(n, ()), recomputed.get(n), resting.get(n)) for n in (*pins, *recomputed, *resting)}
     return replace(model, stands=fold(model, marks))
 
 
 def apart(model: Model) -> dict[fx.Node, fx.Node]:
-    """Nothing stands for anything else."""
+    """Maps every node to itself: nothing is tied."""
     return {node: node for node in model.stands}
 
 
@@ -38,7 +38,7 @@ def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node
 
     Args:
         model: analysed.
-        marks: of operators and parameters; only what has equal marks is tied.
+        marks: of operators and parameters; only nodes with equal marks are tied.
     """
     nodes, operands, placed = list(model.operators), model.operands, model.placed
     index: dict[object, int] = {}
@@ -61,7 +61,7 @@ def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node
 
 
 def _repeat(codes: np.ndarray) -> tuple[int, int, int] | None:
-    """The tandem repeat (start, period, count) that saves most operators."""
+    """The tandem repeat (start, period, count) that saves most operators; None if no repeat saves enough."""
     best: tuple[int, int, int] | None = None
     saving = _LEAST_SAVING - 1
     for period in range(1, min(len(codes) // 2, _LONGEST_PERIOD) + 1):

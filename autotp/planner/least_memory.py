@@ -1,16 +1,16 @@
-"""The plan that takes the least memory.
+"""The plan with the least memory.
 
-Of the moments of a step the worst one counts, and which one that is depends on the plan. So
+Its memory is that of the worst moment of a step, and which moment that is depends on the plan. So
 
     least bytes  =  min over plans  max over moments  bytes            (1)
 
 is at least  max over shares of moments  min over plans  of the bytes weighted by the shares. The inner minimum is an
-integer program without a bound on memory, which is easy (`autotp.planner.ilp.eliminate`), and the shares are found by
-cutting planes, as those of devices and network are in `autotp.planner.least_step`: every plan met adds a line, and its
-worst moment another share. Seconds at a low price settle what bytes leave open, and lead to other plans close by. What is
-met is measured by its footprint. A choice that takes no more than all choices hold for certain ends the search, and so does
-a mesh that cannot do better than another; in haste also one whose tables, which are close, promise no better. Nothing here
-depends on the bound that is asked for, so the same plan is found for all of them.
+integer program without a memory limit, which is easy (`autotp.planner.ilp.eliminate`). The shares are found by cutting
+planes, like those of devices and network in `autotp.planner.least_step`: every plan met adds a line, and its worst moment
+another share. Seconds at a low price break ties between equal bytes, and lead to other plans nearby. Footprints measure the
+plans met. The search ends at a choice that takes no more than the lower bound for all choices, and on a mesh that cannot do
+better than another one; a hasty search also ends where the tables, which are close, promise nothing better. Nothing here
+depends on the memory limit that is asked for, so the same plan is found for all limits.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Least", "Smallest", "quicker", "smallest"]
 Choice = tuple[int, ...]
 
 _ROUNDS = 10
-_FAR = 1.15  # of what is enough: where tables, which are not exact, promise more, and more than is known, nothing is tried
+_FAR = 1.15  # multiple of ``enough``; the search ends if tables, which are not exact, promise more, and more than ``known``
 _PRICES = 10
-_SAME = 1e-6  # relative; less is no difference
-#: What the seconds of a step may count beside its bytes.
+_SAME = 1e-6  # relative; smaller differences are ignored
+#: The weights of a step's seconds relative to its bytes.
 _TRADES = (1e-6, 0.03)
 
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """The choice with the least memory of all that were met, its bytes, and the shares of moments with which it was met."""
+    """The choice with the least memory of all that were met, its bytes, and the shares of moments at which it was met."""
 
     choice: Choice
     used: float
@@ -50,7 +50,7 @@ class Smallest:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What takes the least memory of all candidates: which one, the choice, and its bytes at the worst moment."""
+    """The plan with the least memory of all candidates: its candidate, its program, and its choice with its bytes."""
 
     candidate: Candidate
     assembled: Assembled
@@ -63,7 +63,7 @@ class Least:
         return self.found.used
 
     def quickest(self, assembled: Assembled, candidates: Candidates, allowed: float, deadline: Deadline) -> Found:
-        """The best plan met on the way from this one, which fits, to faster ones, by its program for seconds."""
+        """The fastest plan met that fits, from this one on, at falling prices; ``assembled``: the program for seconds."""
         choice = quicker(
             assembled.problem,
             self.moments,
@@ -85,21 +85,21 @@ def smallest(
     enough: float = 0.0,
     rounds: int | None = None,
 ) -> Smallest | None:
-    """The choice with the least memory; None where, by the tables, none takes less than is known.
+    """Returns the choice with the least memory; None if, by the tables, no choice takes less than ``known``.
 
     Args:
-        problem: what choices cost, without a bound.
+        problem: the cost of choices, without a memory limit.
         moments: of the steps of its choices.
-        measure: bytes of a choice at every moment.
-        deadline: when the search ends with what was met.
-        known: bytes of another choice, on another mesh perhaps.
-        floor: bytes that no choice takes less than.
-        enough: bytes that a choice may take; what takes far more, and more than is known, is of no interest.
-        rounds: of looking for better shares, at most; with fewer than usual, the search is hasty.
+        measure: returns the bytes of a choice at every moment.
+        deadline: when the search ends with the best choice so far.
+        known: bytes of another choice, such as one on another mesh.
+        floor: a lower bound on the bytes of all choices.
+        enough: bytes that suffice; choices that take far more, and more than ``known``, are of no interest.
+        rounds: the most rounds of cutting planes; with fewer than the default, the search is hasty.
 
     Raises:
         Infeasible: the layouts admit no choice.
-        Expired: the deadline passed before any was met.
+        Expired: the deadline passed before any choice was met.
     """
     seen = list(moments.usual)
     floor = max(floor, *(moments.least(moment) for moment in seen))
@@ -158,15 +158,15 @@ def quicker(
     fits: Callable[[Choice], bool],
     deadline: Deadline,
 ) -> Choice:
-    """A choice that fits too and costs less, if any is met, at falling prices of the bytes that decide.
+    """Returns the cheapest choice that fits, of ``least`` and those met at falling prices of the bytes at its moments.
 
     Args:
-        problem: what choices cost, without a bound.
+        problem: the cost of choices, without a memory limit.
         moments: of the steps of its choices.
         least: the choice with the least memory, which fits.
-        seconds: the cost of a choice.
+        seconds: returns the cost of a choice.
         fits: whether a choice fits.
-        deadline: when the search ends with what was met.
+        deadline: when the search ends with the best choice so far.
     """
     best, low, high = least.choice, 0.0, seconds(least.choice) / least.used
     for _ in range(_PRICES):

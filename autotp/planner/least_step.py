@@ -1,4 +1,4 @@
-"""The plan whose step is shortest where communication goes on while something is computed, and in how many chunks."""
+"""The plan with the shortest step where communication overlaps with computation, and its chunk counts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from passes.sharding.shard import Sharding
 __all__ = ["Searched", "best_chunks", "chunked", "first_shares", "in_parts", "least_step", "most_chunks", "sharding_of"]
 
 _ROUNDS = 8
-_COUNTS = (2, 4)  # in how many chunks it may be best to work
+_COUNTS = (2, 4)  # the numbers of chunks to try
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What a search found: a choice that fits, if any; its cost by the weights and what none is below; bytes it takes.
+    """The result of a search: a choice that fits, if any; a lower bound on the cost of all choices; bytes that it takes.
 
-    Where none fits, and what takes the least memory was looked for, also that.
+    ``smallest``: if none fits, the plan with the least memory, if that was searched.
     """
 
     best: Found | None
@@ -47,19 +47,20 @@ def least_step(
     chunks: int = 1,
     gap: float = 1e-6,
 ) -> tuple[list[Searched], float]:
-    """Choices with short steps by integer programs over weighted sums, and what no step is below (see `costmodel.overlap`).
+    """Searches for the shortest step by integer programs over weighted sums of its sides (see `costmodel.overlap`).
 
     Args:
-        search: the least weighted sum over all plans.
-        sums: of a choice, without chunks.
-        depth: operators with a weight.
-        deadline: when no other search begins.
-        accumulate: micro-batches of a step.
-        chunks: what no step in at most so many chunks is below.
-        gap: relative; where the bound can rise by less, the search ends.
+        search: minimizes a weighted sum over all plans.
+        sums: the seconds of a choice's step, without chunks.
+        depth: the number of operators with a weight.
+        deadline: after which no further search begins.
+        accumulate: the number of micro-batches of a step.
+        chunks: the bound holds for steps in at most so many chunks.
+        gap: relative; the search ends where the bound can rise by less.
 
     Returns:
-        What was met, the shortest step first, and the bound in seconds; what the first search found where nothing fits.
+        The results, the shortest step first, and a lower bound on the step time in seconds. If the first search finds no
+        plan, only its result.
     """
     met: list[tuple[Sums, Searched]] = []
     shares, floor = first_shares(accumulate), 0.0
@@ -87,12 +88,12 @@ def least_step(
 
 
 def first_shares(accumulate: int) -> Shares:
-    """Shares of a step that the devices limit in every pass."""
+    """The shares of a step that the devices limit in every pass."""
     return ((1.0,),) * (3 if accumulate == 1 else 4)
 
 
 def most_chunks(options: Options) -> int:
-    """The chunks for which bounds have to hold; not fewer if fewer are asked for, so that the same plans are met."""
+    """The number of chunks up to which bounds hold; not fewer if fewer are requested, so that the same plans are met."""
     asked = max(_COUNTS if options.chunks is None else options.chunks.values(), default=1)
     return max(asked, *_COUNTS) if options.hides and asked > 1 else 1
 
@@ -100,12 +101,12 @@ def most_chunks(options: Options) -> int:
 def best_chunks(
     priced: Priced, deadline: Deadline, asked: Mapping[str, int] | None = None
 ) -> tuple[Mapping[str, int], Sums]:
-    """The chunks with which the step of a plan's strategies is shortest, and what it takes.
+    """The chunk counts with which the step of a plan's strategies is shortest, and the seconds of that step.
 
     Args:
         priced: the strategies.
-        deadline: when nothing else is tried.
-        asked: the chunks, if they are not to be chosen.
+        deadline: after which no other counts are tried.
+        asked: the counts, if they are given.
     """
     best = priced.sums
     if asked is not None:
@@ -125,25 +126,25 @@ def best_chunks(
 
 
 def sharding_of(priced: Priced) -> Sharding:
-    """A plan's strategies, and the layouts in which what the graph is given rests."""
+    """A plan's strategies, and the resting layouts of the graph's placeholders."""
     graph = priced.model.captured.graph_module.graph
     resting = {node.name: priced.layouts[node, 0] for node in graph.nodes if node.op == "placeholder"}
     return Sharding(priced.prices.mesh, priced.strategies, resting, frozenset(priced.model.captured.parameters))
 
 
 def in_parts(priced: Priced, chunks: Mapping[str, int]) -> Chunked:
-    """A plan's strategies where devices do their work in chunks."""
+    """A plan's strategies with the work of every device in chunks."""
     model = priced.model
     graph = model.captured.graph_module.graph
     return in_chunks(graph, model.operators, sharding_of(priced), model.captured.inputs, chunks, model.stands)
 
 
 def chunked(priced: Priced, made: Chunked) -> Sums:
-    """A step's seconds in chunks, each kind a virtual axis behind the mesh's (see ``Plan.chunks``).
+    """The seconds of a step in chunks. Each kind of chunks is a virtual axis behind the mesh's (see ``Plan.chunks``).
 
     Args:
         priced: a plan's strategies.
-        made: the same in chunks, as ``in_parts`` makes them.
+        made: the same strategies in chunks, from ``in_parts``.
     """
     if not made.counts:
         return priced.sums

@@ -1,8 +1,8 @@
-"""Identical layers, treated in two ways.
+"""Plans that treat identical layers in two ways.
 
-The first layers, which the backward pass reaches last, keep what one choice keeps, the others what another does; so the
-bytes of a plan fall between those of both, and its seconds too. Of the last of the first layers, single results may be kept
-besides, where there is room.
+The first layers, which the backward pass reaches last, keep the results that one choice keeps, and the others those that
+another one keeps. So the bytes and the seconds of the plan are between those of both choices. In the last of the first
+layers, single results may be kept too, where memory is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A choice with what limits its passes, in seconds, and what it holds, in bytes."""
+    """A measured choice: the sides of its passes and its step, in seconds, and what it holds, in bytes."""
 
     found: Found
     sides: tuple[tuple[float, ...], ...]
@@ -47,13 +47,13 @@ def like(
     found: Callable[[Assembled, tuple[int, ...]], Found],
     offer: Callable[[Found], Met],
 ) -> Met:
-    """A plan with the strategies of one, which recomputes what the other does; that one, if they are equally good.
+    """The plan with the strategies of ``base`` that recomputes what ``other`` does; ``other`` if both cost the same.
 
     Args:
         base, other: plans of the same program.
         moments: of steps on their mesh.
         found: makes a plan of a choice.
-        offer: measures a plan.
+        offer: measures a plan, and keeps it if it is the best.
     """
     assembled, choice = base.found.assembled, other.found.solution.choice
     joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
@@ -64,15 +64,15 @@ def like(
 def mix(
     more: Met, less: Met, moments: Moments, room: float, layers: int, gap: float, offer: Callable[[Found], Met]
 ) -> None:
-    """Looks for the fewest of the first layers that have to be treated as in the plan that takes less memory.
+    """Searches for the fewest first layers that have to follow ``less`` so that the plan fits; offers every plan tried.
 
     Args:
-        more, less: plans with the same strategies, which take more memory than there is, and less.
+        more, less: plans with the same strategies; one takes more memory than a device has, the other less.
         moments: of steps on their mesh.
-        room: bytes of a device.
-        layers: how many identical ones there are.
-        gap: the share of a step that is of no interest.
-        offer: measures a plan.
+        room: memory of a device, in bytes.
+        layers: the number of identical layers.
+        gap: the share of a step that does not matter.
+        offer: measures a plan, and keeps it if it is the best.
     """
     over = [
         (held - room) / (held - less.held.get(moment, 0.0))
@@ -100,11 +100,11 @@ def mix(
 
 
 def _spare(one: Met, less: Met, moments: Moments, room: float, offer: Callable[[Found], Met]) -> None:
-    """Keeps in the last of the first layers what saves most seconds for its bytes, as far as it fits."""
+    """Keeps in the last of the first layers the results that save most seconds per byte, as far as they fit."""
     assembled, choice = less.found.assembled, less.found.solution.choice
     worst = max(one.held, key=one.held.__getitem__)
     own = evaluate(assembled.problem, choice).seconds, moments.bytes(worst, choice, surely=True)
-    groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # views go with what they show
+    groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # a view belongs to the tensor whose storage it shows
     for node in one.found.other - assembled.rematerialized(one.found.solution.choice):
         groups[moments.model.root((node, 0))[0]].add(node)
     worth: list[tuple[float, float, set[fx.Node]]] = []

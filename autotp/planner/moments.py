@@ -1,10 +1,10 @@
-"""What a moment of a step holds, as an integer program: bytes by strategies and reshards.
+"""The memory at a moment of a step as an integer program: bytes by strategy and reshard.
 
-`autotp.costs.footprint` walks through a step of one plan. Here all plans are seen at once, at one moment: every operator,
-parameter and tensor says what it holds then, under each of its strategies and layouts. That is a table for each node and
-each tensor, as the seconds of the integer program are, so that the plan which holds the least at a moment, or on average
-over moments, is found as the fastest one is. Where a storage has several names (views), and where layouts are wanted by
-several readers at different times, the tables are close and not exact: footprints have the last word.
+`autotp.costs.footprint` simulates a step of one plan. This module covers all plans at once, at one moment: a table for
+every operator, parameter and tensor has the bytes that it holds then, for each of its strategies and layouts. These tables
+have the form of the integer program's tables of seconds, so the plan that holds the least at a moment, or on average over
+moments, is found in the same way as the fastest plan. Where a storage has several names (views), and where several readers
+want layouts at different times, the tables are close but not exact: footprints decide.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
 
-_SECONDS = 10.0  # for a bound of the bytes at a moment, most of which take hundredths
+_SECONDS = 10.0  # time limit for a lower bound on the bytes at a moment; most take hundredths of a second
 
 
 class Moments:
-    """The moments of the steps of all plans on a mesh.
+    """The bytes that all plans on a mesh hold at the moments of a step.
 
     Args:
-        assembled: the integer program of the mesh, whose infinite costs say what exists.
+        assembled: the integer program of the mesh; its infinite costs mark choices that do not exist.
         prices: of the mesh.
-        panelled: products keep their data operand as it rests, and gather it again in panels.
-        deadline: when nothing else is worked out, which then raises `autotp.planner.ilp.Expired`.
-        shared: every device has just its share of every tensor, in whatever layout, which holds for plans on no mesh, and
-            bounds those on all.
+        panelled: products keep their data operand in its resting layout, and gather it again in panels.
+        deadline: after which methods raise `autotp.planner.ilp.Expired`.
+        shared: every device has just its share of every tensor, whatever its layout. No mesh has such plans, but their
+            bytes are a lower bound for all meshes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Moments:
 
     @property
     def usual(self) -> list[Moment]:
-        """Where the worst moment mostly is: as the backward pass begins, and as it ends."""
+        """The moments at which memory usually peaks: begin and end of the backward pass, or the end of inference."""
         last = len(self.order) - 1
         return (
             [Moment(last, Turn.BACKWARD), Moment(0, Turn.BACKWARD)] if self.prices.train else [Moment(last, Turn.FORWARD)]
@@ -83,12 +83,12 @@ class Moments:
     def program(
         self, shares: Mapping[Moment, float], surely: bool = False, besides: Problem | None = None, price: float = 1.0
     ) -> Problem:
-        """The integer program whose seconds are the bytes that moments hold, or hold at least, weighted.
+        """The integer program whose cost is a weighted sum of the bytes at moments.
 
         Args:
-            shares: the weights.
-            surely: what they hold at least.
-            besides: what else counts, so many times (``price``). One table of both has closer bounds.
+            shares: the weight of each moment.
+            surely: count lower bounds on the bytes instead of estimates.
+            besides: a program whose cost is added, times ``price``. The bounds of joint tables are closer.
         """
         self.deadline.check()
         nodes, tensors = self._weighted(shares, surely)
@@ -121,16 +121,16 @@ class Moments:
         return Problem(made, tuple(one for one in found if one.cost.any()))
 
     def _columns(self, number: int, once: str) -> np.ndarray | None:
-        """Of every column of a tensor the first of those for which it is there once."""
+        """For each column of a tensor, the first one that shares its storage; None if columns share none."""
         return self.first[number].get(once) if number in self.first else None
 
     def _use(self, number: int, use: int, once: str) -> Use:
-        """A use of a tensor that is there once for all equal uses."""
+        """A use of a tensor in which columns that share a storage are the same."""
         found, first = self.tensors[number].uses[use], self._columns(number, once)
         return found if first is None else Use(found.node, np.where(found.want < 0, -1, first[found.want]))
 
     def bytes(self, moment: Moment, choice: Sequence[int], surely: bool = False) -> float:
-        """What a choice holds at a moment, or holds at least, as the tables have it."""
+        """Bytes of a choice at a moment according to the tables, or a lower bound on them."""
         nodes, tensors = self.tables(moment, surely)
         total = sum(float(table[choice[node]]) for node, table in nodes.items())
         for (number, uses, once), table in tensors.items():
@@ -140,17 +140,17 @@ class Moments:
         return total * (1 + self.prices.spare)
 
     def least(self, moment: Moment) -> float:
-        """Bytes that every choice holds at a moment."""
+        """A lower bound on the bytes of all choices at a moment."""
         program = self.program({moment: 1.0}, surely=True)
         return max(0.0, least(program, cutoff=math.inf, deadline=self.deadline.within(_SECONDS))[0])
 
     def cheapest(self, moment: Moment) -> tuple[tuple[int, ...], float]:
-        """The choice that holds the least at a moment, as the tables have it, and its bytes."""
+        """The choice that holds the least at a moment according to the tables, and its bytes."""
         choice = cheapest(self.program({moment: 1.0}), self.deadline)
         return choice, self.bytes(moment, choice)
 
     def tables(self, moment: Moment, surely: bool = False) -> Tables:
-        """Bytes held at a moment, or held at least: for bounds."""
+        """The tables of bytes at a moment, or, for bounds, of lower bounds on them."""
         if (moment, surely) not in self.known:
             self.known[moment, surely] = self._tables(moment, surely)
         return self.known[moment, surely]
@@ -186,7 +186,7 @@ class Moments:
         return tables.nodes, tables.tensors
 
     def _inside(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """Of operators that keep more than operands and results: node, when they run, bytes kept and to work with."""
+        """For operators that keep more than operands and results: node, position, bytes kept, and bytes to work with."""
         found, known = [], dict[int, np.ndarray]()
         for node, at in self.order.items():
             number = self.structure.index[self.model.stands.get(node, node)]
@@ -204,7 +204,7 @@ class Moments:
 
 
 class _Lives:
-    """When the tensors of a structure's plans are made and read, on whatever mesh."""
+    """The lifetimes of the tensors of a structure's plans, which are the same on all meshes."""
 
     def __init__(self, structure: Structure, panelled: bool, train: bool) -> None:
         self.structure, self.model, self.panelled, self.train = structure, structure.model, panelled, train
@@ -215,7 +215,7 @@ class _Lives:
         self.known: dict[int, list[Counter[Life]]] = {}
 
     def around(self, at: int) -> list[Counter[Life]]:
-        """The lives of every edge as seen from an operator, from where what is far ahead or behind looks the same."""
+        """For every edge, the lives of its tensors as seen from an operator, with the number of tensors of each."""
         if at not in self.known:
             self.known[at] = [Counter[Life]() for _ in self.every]
             for lives, found in zip(self.every, self.known[at], strict=True):
@@ -224,7 +224,7 @@ class _Lives:
         return self.known[at]
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
-        """In the order of the uses of the tensor that stands for it."""
+        """The readers of every tensor, in the order of the uses of the tensor that stands for it."""
         stands, index = self.model.stands, self.structure.index
         return {
             value: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1]))
@@ -251,7 +251,7 @@ class _Lives:
         )
 
     def _last(self, value: Value) -> int:
-        """The last operator to read a tensor, or a view of it."""
+        """The last operator that reads a tensor or a view of it."""
         last = self.order.get(value[0], -1)
         for user, position in self.readers.get(value, ()):
             last = max(last, self.order.get(user, -1))
@@ -260,7 +260,7 @@ class _Lives:
         return last
 
     def _alone(self, value: Value) -> bool:
-        """Whether, of all names of a storage, this is the one that most readers save, gradients first."""
+        """Whether this is, of all names of a storage, the one that most readers save; saves for gradients count first."""
         root = self.model.root(value)
         if root[0].op == "placeholder":
             return False
@@ -278,7 +278,7 @@ class _Lives:
         return value == best
 
     def _shown(self, value: Value) -> float:
-        """How much larger than a tensor the storage is that it shows: where it is a part of it, or less where expanded."""
+        """The size of a tensor's storage relative to the tensor: above 1 for a part of it, below 1 if it is expanded."""
         root, number = self.model.root(value)
         return results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel())
 
@@ -287,7 +287,7 @@ class _Lives:
             return Reader(len(self.order), False, False, -1, -1, False, False, True, False, False, True)
         given, rule = value[0].op == "placeholder", rule_of(user)
         gradient = value in self.model.saved[user]
-        if given:  # a lowering need not read it
+        if given:  # a lowering need not read placeholders
             found = self.model.operators[user].rule
             gradient = position in self.model.kept(user).operands and not (found is not None and found.inner)
         saves = value[0] not in self.model.recomputed and (gradient or (user in self.model.undecided and not given))
@@ -303,7 +303,7 @@ class _Lives:
 
 
 def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:
-    """The tensors of a program, where the uses of what is needed stand once more, for readers that are recomputed."""
+    """The tensors of a program, with the uses of needed ones (`Needs`) repeated for readers that are recomputed."""
     found = list(tensors)
     for edge, number in zip(structure.edges, needs, strict=True):
         if edge.needs is not None:

@@ -1,4 +1,4 @@
-"""The planner: for every candidate mesh the integer program's optimum, and of those the best."""
+"""The planner: solves the integer programs of all candidate meshes, and describes the best plan."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from passes.sharding.uneven import lone
 __all__ = ["AXIS_NAMES", "plan", "plan_captured", "plan_model", "prepare"]
 
 _log = logging.getLogger("autotp.plan")
-_ANSWERING = 8.0  # seconds of planning, about, in which a job that does not fit gets its answer
-_TRYING = 1.0  # of these, at least, for what would make it fit
-# To write down what was found takes about so many times as long as the analysis of what differs, and of everything.
+_ANSWERING = 8.0  # seconds of planning after which, approximately, a job that does not fit is refused
+_TRYING = 1.0  # seconds, at least, for trying changes that would make it fit
+# Describing the plan takes about so many times as long as the analysis of distinct operators, and of all operators.
 _ENDING, _READING = 6.0, 2.0
 
 
@@ -85,8 +85,8 @@ def plan(
 
     Raises:
         AutotpError: when an argument is wrong.
-        TimeLimitError: when no plan was found in the time.
-        ConstraintError: when no plan keeps the constraints; has a minimal subset that cannot hold.
+        TimeLimitError: when no plan was found within the time limit.
+        ConstraintError: when no plan satisfies the constraints; names a minimal infeasible subset.
         CaptureError: when ``torch.export`` refuses the model.
         MemoryBoundError: when no plan fits the memory.
     """
@@ -120,7 +120,7 @@ def plan_model(
     kwargs: Mapping[str, Any] | None,
     options: Options,
 ) -> Plan:
-    """``plan`` for options that are a record already."""
+    """``plan`` with its options as one object."""
     topology = machine_of(topology)
     options.check(topology)
     started = time.perf_counter()
@@ -142,13 +142,13 @@ def prepare(
     train: bool = True,
     compiled: bool = False,
 ) -> Model:
-    """Analyses and folds a captured model; the same on every mesh.
+    """Analyses and folds a captured model. The result does not depend on the mesh.
 
     Args:
         captured: the model.
-        constraints: that its plans keep.
+        constraints: that its plans have to satisfy.
         recomputed: names of operators that the backward pass recomputes; see `autotp.costs.model.Model`.
-        resting: names of parameters and buffers, and the layouts in which they have to rest.
+        resting: name of a parameter or buffer -> the layout in which it has to rest.
         train, compiled: see `autotp.costs.model.Model`.
 
     Raises:
@@ -164,7 +164,7 @@ def prepare(
 
 
 def _pinned(model: Model, constraints: Sequence[Constraint]) -> Model:
-    """The model folded as constraints allow."""
+    """The model with constraints, folded as far as they allow."""
     return folded(replace(model, pins=requirements(constraints, model.captured, model.operators)))
 
 
@@ -180,11 +180,11 @@ def plan_captured(
 
     Args:
         captured: the model.
-        topology: of as many devices as the mesh has, if one is asked for.
-        options: what is asked for.
-        stats: what ``Plan.planning`` is to say besides.
-        recapture: captures the model again, to try what would fit where this does not.
-        clock: gives seconds, by which the time limit is kept.
+        topology: with as many devices as ``options.mesh``, if that is given.
+        options: of the job.
+        stats: further entries of ``Plan.planning``.
+        recapture: captures the model again, to try changes of a job that does not fit.
+        clock: returns seconds; the time limit refers to it.
 
     Raises:
         AutotpError: as ``plan`` does.
@@ -227,7 +227,7 @@ def plan_captured(
         least = sums.step(hides) if hides else least
         chunks = {kind: count for kind, count in chunks.items() if count == 1 or kind in made.counts}
         fields = {"chunked": {kind: len(names) for kind, names in made.cut.items()}, "whole": made.whole}
-    every = plain.candidates.model  # of which what is recomputed is so in every plan
+    every = plain.candidates.model  # what it recomputes, every plan recomputes
     floor = max(floor, least_seconds(every, prices.prices)) if floor < least else floor
     floor, least = hosted(floor, least_host(every, prices.prices)), hosted(least, sums.host)
     gap = max(0.0, 1 - floor / least) if least else 0.0
@@ -279,7 +279,7 @@ def plan_captured(
 
 
 def _answerable(captured: Captured, options: Options) -> Options:
-    """The options without overlap where that has no schedule, and without panels where there are chunks."""
+    """The options, without overlap if the graph has no schedule, and without panels if there are chunks."""
     unknown = undrawn(captured.graph_module.graph) if options.hides else []
     if unknown:
         _log.warning("planned without overlap: %s draw random numbers in a way that has no schedule", ", ".join(unknown))
@@ -288,7 +288,7 @@ def _answerable(captured: Captured, options: Options) -> Options:
 
 
 def _warn_of_lone_parts(prices: Priced) -> None:
-    """Operators do other things to a dim of one element than to a longer one, and graphs that differ are not scheduled."""
+    """Warns of dims with one element on some devices and more on others: graphs that differ for that are not scheduled."""
     captured = prices.model.captured
     names = [captured.parameters.get(name, name) for name in lone(captured.graph_module.graph, sharding_of(prices))]
     if names:
@@ -300,7 +300,7 @@ def _warn_of_lone_parts(prices: Priced) -> None:
 
 
 def _tell(chunks: Mapping[str, int], made: Chunked, hides: bool) -> None:
-    """Warns of chunks that were asked for in vain."""
+    """Warns of requested chunks that have no effect."""
     for kind, count in chunks.items():
         if count > 1 and kind not in made.counts:
             why = "; ".join(f"{name}: {reason}" for name, reason in list(made.whole.items())[:3]) or "nothing communicates"
@@ -310,7 +310,7 @@ def _tell(chunks: Mapping[str, int], made: Chunked, hides: bool) -> None:
 
 
 def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequence[Constraint]) -> ConstraintError | None:
-    """Which constraints leave no plan; None where there would be none without them."""
+    """An error with a minimal infeasible subset of the constraints; None if there is no plan without constraints either."""
 
     def feasible(some: Sequence[Constraint]) -> bool:
         return contest.of(_pinned(contest.candidates.model, some)).admits(meshes)
@@ -319,7 +319,7 @@ def _conflict(contest: Contest, meshes: Sequence[tuple[int, ...]], asked: Sequen
 
 
 def _no_plan(contest: Contest) -> AutotpError:
-    """Why there is no plan, however much memory there is."""
+    """The error for a job that has no plan regardless of memory."""
     return contest.indivisible or AutotpError(
         f"strategy {contest.candidates.options.family.name!r} has no plan: {NO_LAYOUT}"
     )

@@ -1,5 +1,5 @@
-"""How much each of several figures counts, where the greatest of them limits, and what bytes are worth, where there is a
-bound: cutting planes by linear programs."""
+"""The multipliers of a Lagrangian relaxation, by cutting planes: shares of figures of which the greatest counts, and prices
+of what exceeds a bound. They are the solution of a linear program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Multipliers", "Shares", "next_shares"]
 
 _PATIENCE = timedelta(seconds=1)
 
-#: Of each group of figures, their shares.
+#: The shares of the figures of each group.
 Shares = tuple[tuple[float, ...], ...]
 
 
@@ -22,10 +22,10 @@ class Multipliers:
     """The solution of the linear program of ``next_shares``.
 
     Attributes:
-        shares: of each group's figures.
+        shares: of the figures of each group.
         prices: of every excess.
-        value: the least line there.
-        mixture: for each line its part in the mixture of lines that has this value and, on average, no excess.
+        value: the smallest line at these shares and prices.
+        mixture: the weight of each line in the mixture of lines that has this value and, on average, no excess.
     """
 
     shares: Shares
@@ -39,14 +39,14 @@ def next_shares(
     excesses: Sequence[Sequence[float]] = (),
     between: Sequence[tuple[float, float]] = (),
 ) -> Multipliers:
-    """Where the least of the lines, the sums of their figures weighted by shares and of their priced excesses, is greatest.
+    """The shares and prices at which the smallest line is greatest: the sum of weighted figures and of priced excesses.
 
     Args:
-        lines: one for each choice met, of as many groups of figures; a group's shares have the sum 1.
-        excesses: of each choice what it takes above each of several bounds, or, negative, below.
-        between: least and greatest price of each excess.
+        lines: one for each choice met, all with the same groups of figures; the shares of a group have the sum 1.
+        excesses: how far each choice is above each of several bounds; negative if it is below.
+        between: the least and the greatest price of each excess.
     """
-    unit = max(figure for line in lines for group in line for figure in group) or 1.0  # a solver takes small numbers for 0
+    unit = max(figure for line in lines for group in line for figure in group) or 1.0  # solvers treat small numbers as 0
     much = max((abs(excess) for row in excesses for excess in row), default=0.0) or 1.0
     model = mathopt.Model()
     shares = [[model.add_variable(lb=0.0, ub=1.0) for _ in group] for group in lines[0]]
@@ -62,13 +62,13 @@ def next_shares(
             terms += [price * (excess / much) for price, excess in zip(prices, excesses[number], strict=True)]
         rows.append(model.add_linear_constraint(least <= sum(terms)))
     model.maximize(least)
-    # Where prices differ by ten orders, GLOP calls some results imprecise and may not end; HiGHS, a little slower, does.
+    # If prices differ by ten orders, GLOP calls some results imprecise and may not end; HiGHS ends, but is a little slower.
     found = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(time_limit=_PATIENCE))
     if not found.has_primal_feasible_solution():
         found = mathopt.solve(model, mathopt.SolverType.HIGHS)
     values = ([max(0.0, found.variable_values(share)) for share in group] for group in shares)
     return Multipliers(
-        # A solver may be a little off the sum 1.
+        # With a solver's tolerances, the sum may differ slightly from 1.
         tuple(tuple(value / sum(group) for value in group) for group in values),
         tuple(max(0.0, found.variable_values(price)) * unit / much for price in prices),
         unit * found.objective_value(),

@@ -1,15 +1,15 @@
-"""The fastest plan whose memory fits at every moment of a step, with what it keeps and what it recomputes.
+"""The fastest plan that fits the memory at every moment of a step, including the decision what is recomputed.
 
-Seconds and bytes are both weighted: of each pass the share of whatever limits it (`autotp.planner.least_step`), and of
-every moment at which memory is short, a price of its bytes. Whatever the shares mu and the prices are,
+The method is Lagrangian relaxation: in each pass, every side that may limit it (`autotp.planner.least_step`) has a share
+mu, and at every moment at which memory is short, bytes have a price. For all shares mu and all prices,
 
     step  >=  min over choices  sum of mu * sides  +  sum over moments of price * (bytes - bound)              (1)
 
-holds for every plan that fits, even if it treats layers differently for which the program makes one decision: the minimum
-is a sum over layers. The right side is an integer program without a bound on memory, over strategies, layouts and what is
-recomputed; its maximum over shares and prices is found by cutting planes, one for every choice met. At the maximum, a
-mixture of choices has that value and fits on average. The plan mixes them too: the first layers, which the backward pass
-reaches last, are treated as one choice says, and the rest as the other.
+holds for every plan that fits, also for plans that treat identical layers differently, for which the program makes a single
+decision: the minimum is a sum over layers. The right side is an integer program without a memory limit, over strategies,
+layouts and recomputation. Its maximum over shares and prices is found by cutting planes, one for every choice met. At the
+maximum, a mixture of choices has that value and fits on average. The plan mixes them too: the first layers, which the
+backward pass reaches last, follow one choice, and the rest the other.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["squeeze"]
 
 _log = logging.getLogger("autotp.plan")
 _ROUNDS = 24
-_FIRST = 0.1  # of a step: what all of the memory may cost at first
-_FAR = 3.0  # by which factor the next price may differ from the best one
-_SAME = 1e-6  # relative; less is no difference
-_HOPELESS = 1e3  # times the fastest choice met: a step that no plan has, so that none fits
-_SMALL = 4000  # choices of all nodes, and changes of layouts, together that a solver gets
-_ANYTHING = 0.25  # of the time: for a plan that fits, where the first mesh has none, or to know that there is none
-_CLOSELY = 8  # so many meshes' share of the time is left for looking closely
-_SETTLING = 1.0  # seconds for the exact search of a small program
+_FIRST = 0.1  # share of a step that all of the memory may cost at the first price
+_FAR = 3.0  # the largest factor between the next price and the best one
+_SAME = 1e-6  # relative; smaller differences are ignored
+_HOPELESS = 1e3  # multiple of the shortest step met; a bound above it shows that no plan fits
+_SMALL = 4000  # most variables (choices of all nodes, and reshards) of a program that is solved exactly
+_ANYTHING = 0.25  # share of the time for finding any plan that fits, or that there is none, if the first mesh has none
+_CLOSELY = 8  # the time of so many meshes is reserved for the search after the bounds
+_SETTLING = 1.0  # seconds for the exact solution of a small program
 
 _Anything = Callable[[Deadline], Searched]
 
@@ -57,19 +57,19 @@ _Anything = Callable[[Deadline], Searched]
 def squeeze(
     contest: Contest, meshes: Sequence[tuple[int, ...]], best: Found | None, floor: float, anything: _Anything
 ) -> Searched:
-    """The fastest plan that fits, on any mesh.
+    """Returns the fastest plan that fits, on any mesh, and a lower bound on the step time.
 
     Args:
         contest: of the job.
-        meshes: to look at, the first one first, until the time is over.
+        meshes: to search, in this order, until the deadline.
         best: a plan that fits, if one is known.
-        floor: seconds that no plan without chunks is below on any of them, however much memory there is.
-        anything: finds, until a deadline, a plan that fits, or what takes the least memory.
+        floor: a lower bound on the step time of plans without chunks on all meshes, regardless of memory, in seconds.
+        anything: finds, until a deadline, a plan that fits, or else the plan with the least memory.
     """
     search = _Squeeze(contest)
     search.best = None if best is None else search.met(best)
     model, best_panels = contest.candidates.model, contest.candidates.panels[0]
-    candidates = contest.candidates.over(meshes)  # where something may be recomputed, that saves more than panels
+    candidates = contest.candidates.over(meshes)  # recomputing, if possible, saves more than panels
     every = [one for one in candidates if not model.undecided or one.panels == best_panels]
     if search.most > 1:
         prices = contest.candidates.prices((contest.candidates.topology.devices,))
@@ -78,7 +78,7 @@ def squeeze(
     floors, others = [search.on(one, known, search.look) for one in every[:1]], every[1:]
     other = Searched(None, 0.0, math.inf)
     with suppress(Expired):
-        if search.best is None:  # one that fits rules out most of the others, and there may be none
+        if search.best is None:  # a plan that fits rules out most candidates, and there may be none
             other = anything(contest.deadline.within(_ANYTHING * contest.deadline.left))
             if other.best is not None:
                 search.best, floors, others = search.met(other.best), [], every
@@ -89,9 +89,9 @@ def squeeze(
         until = contest.deadline.within(contest.deadline.left / (len(others) - number + _CLOSELY))
         return search.on(others[number], known, partial(search.bounded, until=until))
 
-    # All get a bound before any other is looked at closely, the most promising first: its plan rules most of them out.
+    # Bound all candidates first, then search them by rising bound: the plan of the first rules out most others.
     lows = side_by_side([partial(bounded, number) for number in range(len(others))], contest.deadline)
-    if lows and min(lows) <= known < math.inf and not contest.deadline.over:  # there was no time for some
+    if lows and min(lows) <= known < math.inf and not contest.deadline.over:  # some were not bounded in time
         with suppress(Expired, BatchError):
             known = max(known, search.contest.shared_step(meshes, search.point.prices))
     for low, number in sorted((max(known, low), number) for number, low in enumerate(lows)):
@@ -104,21 +104,21 @@ def squeeze(
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Shares of what limits each pass, and prices of bytes at moments, at which (1) is evaluated."""
+    """A point at which (1) is evaluated: shares of the sides of each pass, and prices of bytes at moments."""
 
     shares: Shares = ()
     prices: Mapping[Moment, float] = field(default_factory=dict)
 
 
-#: A program, the moments of its steps, the least sum (1), and the choice that has it, if that is of interest.
+#: A program, the moments of its steps, the minimum in (1), and its choice; None if that is not below the cutoff.
 Solved = tuple[Assembled, Moments, float, tuple[int, ...] | None]
 
 
 @dataclass(slots=True)
 class _Squeeze:
-    """A search over meshes; each begins at the point where the bound of one before was best.
+    """A search over meshes; each begins at the point where the bound of an earlier one was best.
 
-    ``cut``: seconds that no plan in chunks is below on any of them.
+    ``cut``: a lower bound on the step time of chunked plans on all meshes, in seconds.
     """
 
     contest: Contest
@@ -132,19 +132,19 @@ class _Squeeze:
 
     @property
     def good(self) -> float:
-        """Seconds that a plan has to be below to be of interest."""
+        """The cutoff: a plan with a longer step, in seconds, is of no interest."""
         return math.inf if self.best is None else self.best.step * (1 - self.contest.candidates.options.gap)
 
     @property
     def layers(self) -> int:
-        """How many operators one of them decides for, at most."""
+        """The largest number of undecided operators that are decided together: of identical layers."""
         model = self.contest.candidates.model
         copies = Counter(model.stands.values())
         return max((copies[node] for node in model.undecided), default=1)
 
     @property
     def most(self) -> int:
-        """The chunks for which bounds have to hold."""
+        """The number of chunks up to which bounds have to hold."""
         return most_chunks(self.contest.candidates.options)
 
     def met(self, found: Found) -> Met:
@@ -153,7 +153,7 @@ class _Squeeze:
         return Met(found, sums.sides if options.hides else ((step,),), step)
 
     def on(self, candidate: Candidate, known: float, look: Callable[[Candidate], float]) -> float:
-        """Seconds that none of a mesh's plans is below, as far as there is time."""
+        """The bound that ``look`` returns; ``known`` after the deadline; infinite if the mesh does not divide the batch."""
         try:
             return look(candidate)
         except BatchError:
@@ -162,7 +162,7 @@ class _Squeeze:
             return known
 
     def bounded(self, candidate: Candidate, until: Deadline) -> float:
-        """Seconds that none of a mesh's plans is below, by the best point known."""
+        """A lower bound on the step time of a candidate's plans, in seconds, at the best point known."""
         solved = self.solve(candidate, self.point, None, surely=True, until=until)
         if solved is None:
             return math.inf
@@ -170,14 +170,14 @@ class _Squeeze:
         return floor if self.most == 1 else min(floor, self.in_chunks(candidate, moments))
 
     def look(self, candidate: Candidate) -> float:
-        """Looks for a better plan on a mesh; seconds that none of its plans is below."""
+        """Searches a candidate for a better plan. Returns a lower bound on the step time of its plans, in seconds."""
         first = self.solve(candidate, self.point, None, surely=True)
         if first is None:
             return math.inf
         _, moments, floor, _ = first
         if floor < self.good:
             floor = max(floor, self.steer(candidate, moments, first, surely=True))
-        if floor < self.good:  # what is held for certain may be too little to go by
+        if floor < self.good:  # lower bounds on bytes may be too low to find what fits
             point = self.point
             self.steer(candidate, moments, None, surely=False)
             self.point = point
@@ -192,16 +192,16 @@ class _Squeeze:
         return floor
 
     def in_chunks(self, candidate: Candidate, moments: Moments) -> float:
-        """A lower bound on the seconds of plans in chunks, from one point alone."""
+        """A lower bound on the step time of chunked plans, in seconds, from a single point."""
         if self.cut >= self.good:
             return self.cut
         solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
         return math.inf if solved is None else solved[2]
 
     def steer(self, candidate: Candidate, moments: Moments, solved: Solved | None, *, surely: bool) -> float:
-        """Meets choices at ever better points and mixes them; seconds that no plan is below, of bytes held ``surely``.
+        """Moves the point by cutting planes, and mixes the choices met. Returns the best value of (1), in seconds.
 
-        ``solved``: what is known at the first of them.
+        If ``surely``, it is a lower bound on the step time. ``solved``: the solution at the first point, if known.
         """
         lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
@@ -232,7 +232,7 @@ class _Squeeze:
         return high
 
     def close(self, candidate: Candidate, moments: Moments, chunks: int = 1) -> float:
-        """Settles a small program exactly; seconds that none of its plans is below."""
+        """Solves a small program exactly. Returns a lower bound on the step time, in seconds; 0 if it is too large."""
         assembled = self.at(self.point, chunks).assemble(candidate)
         answer = moments.program(self.point.prices, True, besides=assembled.problem)
         spent = sum(self.point.prices.values()) * self.room
@@ -256,10 +256,10 @@ class _Squeeze:
         *,
         sharp: bool,
     ) -> float:
-        """The fastest choice that fits, and seconds that none is below.
+        """Searches for the fastest choice that fits. Returns a lower bound on the step time, in seconds.
 
-        Choices that do not fit are left out one by one, or, if ``sharp``, by all that tables know of their worst moments,
-        which may leave out more.
+        Choices that do not fit are excluded one by one or, if ``sharp``, by limits on the bytes that tables estimate for
+        their worst moments, which may exclude others too.
         """
         surely = dict.fromkeys((*moments.usual, *self.point.prices), True)
         excluded: list[tuple[int, ...]] = []
@@ -289,9 +289,9 @@ class _Squeeze:
         chunks: int = 1,
         until: Deadline = NEVER,
     ) -> Solved | None:
-        """The least sum (1) and its choice, unless that is not below what is of interest; None where layouts admit none.
+        """Minimizes the right side of (1); see `Solved`. None if the layouts admit no choice.
 
-        Only with what choices hold ``surely`` is the sum a bound. ``until``: when the best bound so far is good enough.
+        The minimum is a lower bound only if ``surely``. ``until``: a deadline after which the best bound so far suffices.
         """
         spent, deadline = sum(point.prices.values()) * self.room, min(until, self.contest.deadline, key=lambda one: one.at)
 
@@ -306,7 +306,7 @@ class _Squeeze:
         return None if answer is None else (assembled, *answer)
 
     def at(self, point: _Point, chunks: int = 1) -> Contest:
-        """The contest whose seconds are weighted as at a point."""
+        """The contest with the weights of a point's shares."""
         options, depth = self.contest.candidates.options, self.contest.candidates.model.depth
         shares = point.shares or first_shares(options.accumulate)
         weights = overlap.weights(shares, depth, options.accumulate, chunks) if options.hides else None
@@ -322,7 +322,7 @@ class _Squeeze:
         return one
 
     def follow(self, lines: Sequence[Met]) -> tuple[_Point, Multipliers]:
-        """Where the bound may be greatest, judged by the choices met, not far from where it was best."""
+        """The next point: the maximum of the cutting planes of the choices met, near the best point so far."""
         centre = self.point.prices
         seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines)))
         first = _FIRST * min(one.step for one in lines) / self.room
@@ -336,7 +336,7 @@ class _Squeeze:
     def mix(
         self, candidate: Candidate, moments: Moments, lines: Sequence[Met], parts: Sequence[float], floor: float
     ) -> None:
-        """Mixes the choices of a mixture, where layers are identical, to plans that fit."""
+        """Tries plans in which some of the identical layers follow one choice of a mixture, and the rest another."""
         mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
         two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
         if self.layers == 1 or len(two) < 2:

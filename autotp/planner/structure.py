@@ -1,8 +1,8 @@
-"""What planning needs of a model for a number of mesh axes, whatever their sizes.
+"""The part of the integer program that depends on the number of mesh axes, but not on their sizes.
 
-Nodes with all their strategies, parameters and caches with all their resting layouts, and tensors with the layouts that
-they can have and those that readers want, all as codes. A mesh then only masks what does not exist on it and fills in
-prices.
+It has operators with all their strategies, parameters and caches with all their resting layouts, and tensors with the
+layouts that they can have and those that readers want, all as layout codes. For a mesh, choices that do not exist on it are
+masked, and prices are filled in.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["Structure", "structure"]
 class Structure:
     """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies).
 
-    ``lives``: what `autotp.planner.moments` worked out of it, for all meshes; ``last``: what `autotp.planner.assemble` did,
-    for the last one.
+    ``lives``: the lifetimes of tensors, cached by `autotp.planner.moments` for all meshes; ``last``: the program of the
+    last mesh before seconds are weighted, cached by `autotp.planner.assemble`.
     """
 
     model: Model
@@ -55,7 +55,9 @@ class Structure:
 def structure(
     model: Model, chosen: Restriction, axes: int, pricer: ReshardPricer | None = None, deadline: Deadline = NEVER
 ) -> Structure:
-    """The structure of a model's plans on meshes of so many axes, within a family; a pricer for as many may be shared.
+    """The structure of a model's plans on meshes with ``axes`` axes, restricted to a family.
+
+    Structures with the same number of axes may share a pricer.
 
     Raises:
         Expired: the deadline passed before it was complete.
@@ -64,7 +66,7 @@ def structure(
 
 
 class _Registry:
-    """Distinct rows of codes, numbered."""
+    """Numbers distinct rows of codes."""
 
     def __init__(self, axes: int) -> None:
         self.known: dict[bytes, int] = {}
@@ -72,7 +74,7 @@ class _Registry:
         self.axes = axes
 
     def add(self, rows: np.ndarray) -> np.ndarray:
-        """The number of each row."""
+        """Adds rows, and returns the number of each."""
         rows = np.ascontiguousarray(rows)
         distinct, inverse = np.unique(
             rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel(), return_inverse=True
@@ -142,7 +144,7 @@ class _Builder:
         return self.by_key[key]
 
     def wanted(self) -> dict[fx.Node, list[np.ndarray]]:
-        """Parameter, or cache -> the layouts that any strategy of a reader wants."""
+        """Parameter or cache -> the layouts that the strategies of its readers want."""
         found: dict[fx.Node, list[np.ndarray]] = defaultdict(list)
         for node in self.model.operators:
             choice = self.nodes[self.index[self.stand(node)]][1]
@@ -178,7 +180,7 @@ class _Builder:
         return self.offered(node, np.array([*options], np.int64), np.array([*options.values()], np.int64))
 
     def offered(self, node: fx.Node, rows: np.ndarray, groups: np.ndarray) -> Rest:
-        """Where a parameter may rest, gathered once or twice; of each group of layouts one is enough."""
+        """The layouts in which a parameter may rest, gathered once or twice; one of each group of layouts is enough."""
         gathers = self.chosen.family.gathers if self.read_back(node) else "twice"
         offered = [number for number, name in enumerate(("once", "twice")) if gathers in (name, "free")]
         numbers = np.concatenate([groups + (groups.max() + 1) * number for number in offered])
@@ -193,7 +195,7 @@ class _Builder:
         return any(user in self.model.undecided or self.model.reads_back(user, (node, 0)) for user in users)
 
     def further(self, row: tuple[int, ...], axes: Sequence[int], dims: int) -> list[tuple[int, ...]]:
-        """Layouts sharded on further axes, all of them on one dim: untouched dims first."""
+        """The layouts that shard ``row`` over further axes, all on one dim; dims that are not sharded yet come first."""
         if not axes:
             return [row]
         order = sorted(range(dims), key=lambda d: (any(c >= 0 and c // DIM == d for c in row), d))
@@ -276,7 +278,7 @@ class _Builder:
     def needs(
         self, made: Choice | Rest | None, have: np.ndarray, uses: Sequence[tuple[fx.Node, int, np.ndarray]]
     ) -> Needs | None:
-        """What is needed of what is made so; None where nothing is undecided."""
+        """The `Needs` of a tensor, by its producer's choices and layouts; None if neither it nor a reader is undecided."""
         if not isinstance(made, Choice) or not (made.undecided or any(u in self.model.undecided for u, *_ in uses)):
             return None
         read = []

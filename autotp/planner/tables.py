@@ -1,4 +1,4 @@
-"""Tables of bytes: what operators, parameters and tensors hold at one moment of a step, by strategies and layouts."""
+"""Tables of the bytes that operators, parameters and tensors hold at one moment of a step, by strategy and layout."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from passes.layouts.codes import local_elements
 
 __all__ = ["Held", "Ledger", "Life", "Reader", "Sizes", "Tables"]
 
-#: A tensor, those of its uses that hold it, and whether it is there once for every wanted layout, for every layout of its
-#: gradient ("gradients"), or for every pair of them ("pairs").
+#: A tensor, the uses that hold it, and which of them share a storage: those that want the same layout ("layouts"), that
+#: return its gradient in the same layout ("gradients"), or both ("pairs").
 Held = tuple[int, tuple[int, ...], str]
 
-#: Bytes by node and strategy, and by what holds them and (have, want).
+#: Bytes by node and strategy, and by `Held` and (have, want).
 Tables = tuple[dict[int, np.ndarray], dict[Held, np.ndarray]]
 
-_PANELS = 4  # of an operand that is gathered in panels, about one in so many is there at once
+_PANELS = 4  # about one part in so many of an operand that is gathered in panels is live at once
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """One use of a tensor: when, and what of it is kept for the reader's backward pass: nothing, it, or it as it rests.
+    """One use of a tensor by an operator, the reader: when, and what is kept of it for the reader's backward pass.
 
-    ``saves`` is whether it ever is: where the planner decides, that depends on the choice. ``gradient``: the reader's
-    gradient needs it in any case. ``until``: the last operator whose gradient needs a result of the reader, which, if it is
-    recomputed, is there by then. ``block``: the last operator of the block in whose backward pass it may be. ``flows``: a
-    gradient comes back, ``same_storage``: which may be that of the reader's result, or ``gone``: for which the reader's own
-    gradients need the tensor no more. ``ends``: it is an output of the model.
+    ``saves``: it may be kept, with ``panelled`` in its resting layout; where the planner decides, that depends on the
+    choice. ``gradient``: the reader's gradient needs it in any case. ``until``: the last operator whose gradient needs a
+    result of the reader; if the reader is recomputed, that is done by then. ``block``: the last operator of the block in
+    whose backward pass the reader may be recomputed. ``flows``: a gradient comes back; ``same_storage``: it may be that of
+    the reader's result; ``gone``: then the reader's gradients no longer need the tensor. ``ends``: it is a model output.
     """
 
     at: int
@@ -51,10 +51,10 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """When one tensor is made (before all operators: -1), whether its producer keeps it or it is a view; who reads it.
+    """The lifetime of one tensor: when it is made (-1: before all operators), whether its producer keeps it, its readers.
 
-    ``until`` is the last operator of the block in whose backward pass it may be recomputed. ``alone``: of the names of its
-    storage, which are views, it is the one that counts; ``shown``: how many times its bytes the storage has.
+    ``until``: the last operator of the block in whose backward pass it may be recomputed. ``alone``: of the names of its
+    storage, which are views, it is the one that counts; ``shown``: the size of the storage relative to the tensor.
     """
 
     made: int
@@ -68,7 +68,7 @@ class Life:
     readers: tuple[Reader, ...]
 
     def seen_from(self, at: int) -> Life:
-        """The same with what is more than two operators away from one put there: nothing asks how far it is."""
+        """The same, with positions clamped to two operators from ``at``: it does not matter how far away others are."""
 
         def near(position: int) -> int:
             return position if position < 0 else max(at - 2, min(position, at + 2))
@@ -82,10 +82,10 @@ class Sizes:
     """Bytes of a tensor on one device.
 
     Attributes:
-        own: as it is, or rests, ``[H]``.
-        wanted: as it is wanted, ``[W]``.
+        own: in each layout in which it is made or rests, ``[H]``.
+        wanted: in each wanted layout, ``[W]``.
         back: of the gradient that a reader returns, ``[W]``.
-        stays: where nothing has to move, ``[H, W]``.
+        stays: whether nothing has to be moved or cast, ``[H, W]``.
     """
 
     own: np.ndarray
@@ -95,7 +95,7 @@ class Sizes:
 
     @classmethod
     def of(cls, edge: Edge, mesh: tuple[int, ...]) -> Sizes:
-        """Of an edge's tensors on a mesh."""
+        """The sizes of an edge's tensors on a mesh."""
         shape, cast = tuple(edge.value.shape), edge.cast
         return cls(
             own=local_elements(shape, edge.rows, mesh) * cast.rests.itemsize,
@@ -106,7 +106,7 @@ class Sizes:
 
     @classmethod
     def shared(cls, edge: Edge, mesh: tuple[int, ...]) -> Sizes:
-        """Of an edge's tensors where each device of a mesh has its share, in whatever layout."""
+        """The same sizes if each device of a mesh has just its share of each tensor, whatever the layout."""
         found, share, cast = cls.of(edge, mesh), edge.value.numel() / math.prod(mesh), edge.cast
         return replace(
             found,
@@ -117,7 +117,7 @@ class Sizes:
 
 
 class Ledger:
-    """The tables of one moment while they are filled."""
+    """Fills the tables of one moment."""
 
     def __init__(self, sizes: Sequence[Sizes], prices: Prices, needs: Sequence[int]) -> None:
         self.prices, self.needs, self.sizes = prices, needs, sizes
@@ -125,14 +125,14 @@ class Ledger:
         self.tensors: dict[Held, np.ndarray] = {}
 
     def own(self, edge: Edge, sizes: np.ndarray, recomputed: bool = True) -> None:
-        """Bytes that a tensor takes by how it is made, or rests; where it is recomputed, only if it is there then."""
+        """Adds bytes of a tensor in its own layout; without ``recomputed``, only in choices that do not recompute it."""
         mine = sizes[edge.have]
         if not recomputed and edge.needs is not None:
             mine = np.where(edge.needs.have < len(sizes), mine, 0.0)
         self.nodes[edge.producer] = self.nodes.get(edge.producer, 0.0) + mine
 
     def held(self, number: int, uses: Sequence[int], table: np.ndarray, once: str = "layouts") -> None:
-        """Bytes that a tensor takes by how these uses want it, once for those that want the same layout."""
+        """Adds bytes of a tensor in the layouts that ``uses`` want, once for those that share a storage (see `Held`)."""
         if uses:
             key = number, tuple(uses), once
             self.tensors[key] = self.tensors.get(key, 0.0) + table
@@ -140,7 +140,7 @@ class Ledger:
     def parameter(
         self, number: int, edge: Edge, life: Life, count: int, moment: Moment, panelled: bool, surely: bool
     ) -> None:
-        """Its state, what it is gathered to, and its gradient from its last reader's turn on."""
+        """Adds a parameter's state, its gathered copies, and its gradient, which is held from its last reader's turn on."""
         sizes = self.sizes[number]
         own, wanted, stays = sizes.own, sizes.wanted, sizes.stays
         trained = edge.trained and self.prices.train
@@ -164,7 +164,7 @@ class Ledger:
                 self.held(number, now, count * (moved + sizes.back if trained else moved), "pairs")
 
     def activation(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
-        """The tensor, copies of it, and its gradient."""
+        """Adds an activation, its copies in other layouts, and its gradient."""
         sizes = self.sizes[number]
         own, wanted, stays = sizes.own, sizes.wanted, sizes.stays
         at, readers, forward = moment.at, list(enumerate(life.readers)), moment.turn is Turn.FORWARD
@@ -178,7 +178,7 @@ class Ledger:
         in_use = forward and life.made <= at <= life.last
         there = given or life.returned or in_use
         whole = there or life.kept
-        back = not forward and at <= life.until  # recomputed by now
+        back = not forward and at <= life.until  # it is recomputed by now
         if whole and not given and not life.view:
             self.own(edge, count * own, recomputed=there or back)
         moved = np.where(stays, 0.0, wanted[None, :])
@@ -197,7 +197,7 @@ class Ledger:
                 resting = np.concatenate([resting, resting if back else np.zeros_like(resting)])
             if saved or edge.needs is not None:
                 self.held(self.needs[number], rests, count * resting)
-            else:  # kept once, however many want it
+            else:  # kept once for all uses
                 self.own(edge, count * own)
         panels = [use for use, r in readers if r.at == at and r.panelled]
         if forward:
@@ -212,7 +212,7 @@ class Ledger:
             self.gradient(number, edge, life, count, moment)
 
     def least(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
-        """What there is of a tensor in any case, however many names a storage has, and whenever it is recomputed."""
+        """Adds a lower bound for a tensor, whatever other names its storage has, and whenever it is recomputed."""
         sizes = self.sizes[number]
         own, wanted, back, stays = sizes.own, sizes.wanted, sizes.back, sizes.stays
         if life.made < 0:
@@ -232,7 +232,7 @@ class Ledger:
             else:
                 kept = np.where(stays, life.shown * wanted[None, :], wanted[None, :])
         kept = count * kept
-        # What is kept to recompute a reader may be gone once its block has begun.
+        # A tensor that is kept to recompute a reader may be gone once the backward pass of the reader's block has begun.
         saved = [
             use
             for use, r in enumerate(life.readers)
@@ -261,14 +261,14 @@ class Ledger:
                 self.own(edge, count * own)
 
     def gradient(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
-        """In the layouts in which readers return it, until all of it comes to that of the tensor."""
+        """Adds an activation's gradient: in the layouts in which readers return it, then, complete, in the tensor's own."""
         sizes = self.sizes[number]
         own, back, stays = sizes.own, sizes.back, sizes.stays
         every = np.broadcast_to(back[None, :], stays.shape)
         later = [use for use, r in enumerate(life.readers) if r.at > moment.at]
         if life.made < moment.at:
             self.held(number, later, count * every, "gradients")
-            if moment.turn is Turn.BACKWARD:  # beside what is there, to be added to it, if that is not gone
+            if moment.turn is Turn.BACKWARD:  # the new part, before it is added, unless the tensor is gone then
                 kept = life.kept or life.returned or any(r.saves and r.at < moment.at for r in life.readers)
                 now = [use for use, r in enumerate(life.readers) if r.at == moment.at and (kept or not r.gone)]
                 self.held(number, now, count * every, "gradients")

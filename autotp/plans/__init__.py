@@ -1,7 +1,7 @@
-"""What is decided, and how it is written.
+"""Plans, their files, and the options of planning.
 
-Input: a user's words: the name of a family, constraints, a file. Output: a `Plan`, an immutable record. `plan_file`
-reads and writes the JSON form of `plan`, whose rows are `planned_operator`; `folded` folds those of like layers,
-`schemes` names them, `families` and `constraints` restrict what the planner may choose, and `options` is all that it is
-asked for.
+Input: options of a user, such as the name of a family and constraints, or a file. Output: a `Plan`, an immutable record.
+`plan_file` defines the JSON form of `plan`, whose rows are `planned_operator`; `folded` folds the rows of identical layers,
+`schemes` names their strategies, `families` and `constraints` restrict the planner's choices, and `options` has all options
+of planning.
 """

@@ -1,12 +1,14 @@
-"""Constraints: a user's answer to a plan, as layouts that some tensors must have and uses that some operators must make.
+"""Constraints of a user on plans: layouts that tensors must have, and factors that mesh axes must shard in operators.
 
-``PATTERN=TERMS``. The pattern names a parameter (``lm_head.weight``), an input of the model (``input:tokens``), its results
-(``output:0``), modules (``h.*.mlp.c_fc``), operators by module and kind (``h.0.attn:softmax``) or by node (``linear_3``);
-``*`` and ``?`` stand for anything. Terms are placements on mesh axes, as plans show them: ``Shard(0)@x`` or ``S(0)@x``,
-``Replicate@y`` or ``R@y``, ``Partial@x`` or ``P@x``; ``Replicate`` alone is of all axes. For an operator they are its first
-result's, for a module its last operator's. Or a term is what an axis serves: a factor, ``n@x`` (of a product also its rows
-``m``, columns ``n`` or reduction ``k``), nothing, ``-@x``, or partial sums passed on from operand i, ``+i@x``; of the
-operator, or of every operator in the module that has the factor. Axes that no term names are the planner's.
+A constraint is ``PATTERN=TERMS``. The pattern names a parameter (``lm_head.weight``), an input of the model
+(``input:tokens``), an output (``output:0``), modules (``h.*.mlp.c_fc``), or operators by module and kind
+(``h.0.attn:softmax``) or by node (``linear_3``); ``*`` and ``?`` are wildcards. A term is a placement on a mesh axis, as
+plans show it: ``Shard(0)@x`` or ``S(0)@x``, ``Replicate@y`` or ``R@y``, ``Partial@x`` or ``P@x``; ``Replicate`` alone
+applies to all axes. For an operator, it is the placement of the first result; for a module, that of its last operator. Or
+a term is the use of an axis: ``n@x`` shards a factor (of a product also the rows ``m``, columns ``n`` or reduction ``k``),
+``-@x`` does not use the axis, and ``+i@x`` passes on partial sums of operand set i, one of those in which the operator is
+linear. It applies to the operator, or to every operator in the module that has the factor. The planner decides about axes
+that no term names.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SAID = "terms are placements or factors on mesh axes, such as Shard(0)@x, Repli
 
 
 class Term(NamedTuple):
-    """What an axis must do; ``axis`` None: all axes. ``what``: R, P, a sharded dim, a factor, ``-`` or ``+i``."""
+    """A term: on ``axis`` (None: on all axes), requires ``what``: R, P, a sharded dim, a factor, ``-`` or ``+i``."""
 
     axis: str | None
     what: str | int
@@ -51,7 +53,7 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """One constraint, as written and as read."""
+    """A constraint: its text, and its parsed pattern and terms."""
 
     text: str
     pattern: str
@@ -60,12 +62,13 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a constraint asks of one node.
+    """What a constraint requires of one node.
 
     Attributes:
-        side: ``rest`` of a parameter, or of an operator its ``result`` or the ``want`` of an operand.
-        position: of the result or operand.
-        terms: as of the constraint.
+        side: which layout is constrained: of a parameter, its layout at ``rest``; of an operator, that of a ``result``, or
+            the one that it requires of an operand (``want``).
+        position: index of the result or operand.
+        terms: the terms of the constraint.
     """
 
     side: str
@@ -73,11 +76,11 @@ class Requirement:
     terms: tuple[Term, ...]
 
     def allows(self, rows: np.ndarray, space: Space | None = None) -> np.ndarray:
-        """Which coded layouts, or strategies of an operator, it allows.
+        """A bool mask of the layouts of a parameter, or of the strategies of an operator, that meet the requirement.
 
         Args:
-            rows: a parameter's layouts, ``[L, axes]``; not looked at for an operator.
-            space: an operator's strategies.
+            rows: layout codes of the parameter, ``[L, axes]``; ignored for an operator.
+            space: the strategies of the operator; None for a parameter.
         """
         if space is not None:
             rows = (space.results if self.side == "result" else space.wants)[self.position]
@@ -109,10 +112,10 @@ class Requirement:
 
 
 def parse(given: Sequence[str] | Mapping[str, str]) -> tuple[Constraint, ...]:
-    """Reads constraints, as texts or as a mapping from patterns to terms.
+    """Parses constraints, given as texts or as a mapping from patterns to terms.
 
     Raises:
-        AutotpError: a text cannot be read; says which, and how it should look.
+        AutotpError: a text cannot be parsed; names the text and the expected form.
     """
     texts = [f"{pattern}={terms}" for pattern, terms in given.items()] if isinstance(given, Mapping) else given
     words = isinstance(texts, Sequence) and not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
@@ -142,10 +145,10 @@ def _constraint(text: str) -> Constraint:
 def requirements(
     constraints: Sequence[Constraint], captured: Captured, operators: Mapping[fx.Node, Operator]
 ) -> dict[fx.Node, tuple[Requirement, ...]]:
-    """What constraints ask of a captured graph's operators and parameters.
+    """Node of a captured graph (an operator or a parameter) -> what the constraints require of it.
 
     Raises:
-        AutotpError: a pattern names nothing; says what it may have meant.
+        AutotpError: a pattern matches nothing; suggests similar names.
     """
     found: dict[fx.Node, list[Requirement]] = defaultdict(list)
     for constraint in constraints:
@@ -202,7 +205,7 @@ def _serves(operator: Operator, terms: Sequence[Term]) -> bool:
 
 
 def _paths(module: str) -> list[str]:
-    """A module's path and those of the modules that it is in."""
+    """The path of a module, and those of the modules that contain it, outermost first."""
     parts = module.split(".") if module else []
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
@@ -223,11 +226,11 @@ def _unknown(constraint: Constraint, captured: Captured, operators: Mapping[fx.N
 
 
 def minimal(constraints: Sequence[Constraint], feasible: Callable[[Sequence[Constraint]], bool]) -> ConstraintError:
-    """The error for constraints that no plan keeps: a subset that cannot hold, each of which is needed for that.
+    """The error for constraints that no plan satisfies; it names a minimal infeasible subset of them.
 
     Args:
-        constraints: that are not feasible together.
-        feasible: whether some plan keeps constraints.
+        constraints: constraints that are infeasible together.
+        feasible: whether some plan satisfies the given constraints.
     """
     core = list(constraints)
     for constraint in constraints:

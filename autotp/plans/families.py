@@ -1,7 +1,7 @@
 """Families: the known schemes as restrictions of the one search space.
 
-A family says which factors each mesh axis may serve, which uses of an axis a weight's operator should make if it can, and
-how parameters rest. It never adds a strategy.
+A family determines which factors each mesh axis may shard, how an operator with a weight should use the axes where it can,
+and the layouts of parameters at rest. It only removes strategies from the search space and never adds one.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ __all__ = ["FAMILIES", "Family", "Restriction", "family"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One scheme.
+    """A scheme, as a restriction of the strategies that the planner searches.
 
     Each mesh axis has a role, a letter: ``b`` splits the batch; ``m`` splits rows (batch or tokens); ``d``, depth, splits
-    rows and leaves parameters whole; ``n`` splits columns; ``w`` splits columns or rows of the weight, as each operator
-    likes. What no contraction decides follows: columns are features.
+    rows and leaves parameters replicated; ``n`` splits columns; ``w`` splits columns or rows of the weight, as the planner
+    chooses for each operator. In operators that are not contractions, axes that split columns split features.
 
     Attributes:
-        name: as the user writes it.
-        summary: one line.
-        axes: the greatest number of mesh axes that it has a use for, and ``least`` the smallest that shows the scheme.
-        roles: given the number of axes, the roles of all of them to try, a string each; None leaves every axis free.
-        between: what ``w`` axes may split outside contractions besides features: roles of factors.
-        both: with two ``w`` axes, a weight's operator uses one for its result and one for its reduction.
-        whole_norms: normalisation sees the whole hidden dim.
-        scatters: a partial sum may be reduced straight into shards; else it is all-reduced, as the scheme's authors do.
-        fills: every operator uses as many axes as it can, so that all tensors rest as the scheme says; else only those
-            with a weight do.
-        rest: how parameters rest: "free", "whole" or "sharded".
-        gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", also
-            for the backward pass; or "free": the planner decides for each.
-        merges: gradients travel together, even without a schedule that lets them.
+        name: the value of ``strategy=`` that selects the family.
+        summary: a description in one line.
+        axes: the greatest number of mesh axes that the scheme uses, and ``least`` the smallest that shows the scheme.
+        roles: number of mesh axes -> the combinations of roles to try, each a string with a letter per axis; None: any axis
+            may have any use.
+        between: roles of factors that ``w`` axes may split in operators other than contractions, besides features.
+        both: with two ``w`` axes, an operator with a weight uses one for its columns and one for its reduction.
+        whole_norms: normalisations are not split along the hidden dim.
+        scatters: a partial sum may be reduce-scattered; otherwise it is all-reduced, as by the scheme's authors.
+        fills: every operator uses as many axes as it can, so that all tensors are sharded as in the scheme; otherwise only
+            operators with a weight do.
+        rest: the layouts of parameters at rest: "free", "whole" or "sharded".
+        gathers: how often parameters are gathered: "once", and kept until the backward pass has read them; "twice", again
+            for the backward pass; or "free": the planner decides for each parameter.
+        merges: collectives of gradients are priced as merged, even if the schedule does not merge them.
     """
 
     name: str
@@ -58,19 +59,19 @@ class Family:
     merges: bool = False
 
     def restrictions(self, axes: int) -> list[Restriction]:
-        """The restrictions to try on a mesh of so many axes; the best plan of all is the family's."""
+        """The restrictions to try on a mesh of ``axes`` axes; the plan of the family is the best plan under any of them."""
         return [Restriction(self, roles) for roles in ([None] if self.roles is None else self.roles(axes))]
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """A family on a mesh whose axes have their roles; ``roles`` is None where the family leaves them free."""
+    """A family with a role for each mesh axis; ``roles`` is None if the family does not restrict the uses of the axes."""
 
     family: Family
     roles: str | None = None
 
     def allows(self, operator: Operator, axis: int, factor: Factor | None) -> bool:
-        """Whether ``axis`` may serve ``factor`` of ``operator`` (None: pass partial sums through)."""
+        """Whether ``axis`` may shard ``factor`` of ``operator`` (None: pass on partial sums along the axis)."""
         if self.roles is None:
             return True
         role = self.roles[axis]
@@ -83,15 +84,15 @@ class Restriction:
         if factor.kind:
             return factor.kind in ("n" if role == "n" else "nk")
         if self.family.whole_norms and operator.rule is not None and factor.name in operator.rule.inner:
-            return factor.base in _vocabularies(operator)  # a loss, no norm
+            return factor.base in _vocabularies(operator)  # a loss, not a norm
         return factor.role == "feature" or (role == "w" and factor.role in self.family.between)
 
     def prefers(self, weight: bool) -> bool:
-        """Whether only the best strategies of an operator are the family's; ``weight``: it multiplies by one."""
+        """Whether only the strategies of the highest score are allowed; ``weight``: the operator multiplies by a weight."""
         return self.roles is not None and (weight or self.family.fills)
 
     def score(self, operator: Operator, assignment: Sequence[str | None]) -> int:
-        """How far a strategy makes the uses of the axes that the family asks for."""
+        """How well an operator's assignment of factors to axes matches the family's roles; higher is better."""
         if self.roles is None:
             return 0
         score, kinds = 0, []
@@ -103,7 +104,7 @@ class Restriction:
         return score + len(set(kinds) if self.family.both else kinds)
 
     def rests(self, axis: int) -> str:
-        """How parameters rest along an axis: "free", "whole" or "sharded"."""
+        """The layout of parameters at rest along an axis: "free", "whole" or "sharded"."""
         return "whole" if self.roles is not None and self.roles[axis] == "d" else self.family.rest
 
 
@@ -113,7 +114,10 @@ def _vocabularies(operator: Operator) -> Collection[str]:
 
 
 def _roles(*tails: str) -> Callable[[int], list[str]]:
-    """By number of axes: the given roles of that number, in every order; any axes outside them split the batch."""
+    """A function for `Family.roles`: the tails that have a letter for each mesh axis, in every order.
+
+    If the mesh has more axes than the longest tail has letters, its outer axes split the batch.
+    """
 
     def roles(axes: int) -> list[str]:
         length = min(axes, max(map(len, tails)))
@@ -196,14 +200,14 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
-"""Name -> family: what ``strategy=`` may be."""
+"""Name -> family: the values of ``strategy=``."""
 
 
 def family(name: str) -> Family:
-    """The family of that name.
+    """The family of a name.
 
     Raises:
-        AutotpError: for an unknown name; lists the known ones.
+        AutotpError: the name is unknown; lists the known names.
     """
     if name not in tuple(FAMILIES):
         raise AutotpError(f"strategy {shown(name)} is unknown; choose one of {', '.join(FAMILIES)}")

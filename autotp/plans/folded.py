@@ -25,33 +25,33 @@ class FoldedOperator:
 
     @property
     def first(self) -> PlannedOperator:
-        """The operator that speaks for the row wherever all agree."""
+        """The first operator, whose values are shown where those of all operators are equal."""
         return self.operators[0]
 
     @property
     def seconds(self) -> float:
-        """Seconds a step that all of them take together, communication included."""
+        """Seconds per step of all operators together, including communication."""
         return sum(operator.seconds for operator in self.operators)
 
     @property
     def bytes_moved(self) -> float:
-        """Bytes that each device receives for all of them in a step."""
+        """Bytes that each device receives per step for all operators together."""
         return sum(operator.bytes_moved for operator in self.operators)
 
     @property
     def bound_bytes(self) -> float:
-        """The communication lower bound of those that are matrix products, in bytes; 0 for others."""
+        """The sum of the operators' communication lower bounds, in bytes; that of an operator without a bound is 0."""
         return sum(operator.bound_bytes for operator in self.operators)
 
 
 def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]:
-    """Gather operators that differ only in the number of their layer, in the order of the first of each.
+    """Folds operators that differ only in the number of their layer into rows, in the order of each row's first operator.
 
     Args:
         operators: A plan's operators.
 
     Returns:
-        One row for each different combination of module, target, scheme, strategy and layouts.
+        One row for each different combination of module, target, scheme, strategy, layouts and panels.
     """
     rows: dict[Hashable, list[PlannedOperator]] = {}
     for operator in operators:
@@ -70,5 +70,5 @@ def fold_operators(operators: Iterable[PlannedOperator]) -> list[FoldedOperator]
 
 
 def unnumbered(module: str) -> str:
-    """A module's path, or a parameter's, with every layer number written as ``*``."""
+    """The path of a module or parameter, with every layer number written as ``*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module or "")

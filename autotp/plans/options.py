@@ -1,4 +1,4 @@
-"""What a plan is asked for: every option with its meaning, its default and its check."""
+"""Options of planning: their meaning, their defaults and their checks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from passes.layouts.layout import Layout
 
 __all__ = ["RECOMPUTE", "Options", "machine_of", "require_plan"]
 
-#: What ``recompute`` may be, besides names of modules.
+#: Values of ``recompute``, besides lists of module names.
 RECOMPUTE = ("auto", "none", "selective", "full")
 
-#: What ``outputs`` may be.
+#: Values of ``outputs``.
 OUTPUTS = ("whole", "dtensor")
 
-#: What a plan was asked for, which nothing else may be asked beside it.
+#: Options that a plan fixes: together with a plan, each is left out or equal to that of the plan (see `Options.require`).
 _OF_A_PLAN = (
     *("strategy", "mesh", "mode", "memory", "optimizer", "accumulate", "panels", "chunks", "constraints", "recompute"),
     "reshard_after_forward",
@@ -36,10 +36,10 @@ _OF_A_PLAN = (
 
 
 def machine_of(topology: Topology | str | os.PathLike[str]) -> Topology:
-    """A topology, or that of a name or a file.
+    """The topology itself, or the one loaded by a preset's name or from a TOML file.
 
     Raises:
-        AutotpError: it is neither, or cannot be read.
+        AutotpError: the argument is none of these, or cannot be read.
     """
     found = Topology.load(topology) if isinstance(topology, str | os.PathLike) else topology
     require(found, Topology, "the topology", "an autotp.Topology, a preset's name or a TOML file")
@@ -47,63 +47,66 @@ def machine_of(topology: Topology | str | os.PathLike[str]) -> Topology:
 
 
 def require_no_array(name: str, value: Any) -> None:
-    """Refuses arrays and tensors, which are neither equal to anything nor not."""
+    """Rejects arrays and tensors, whose ``==`` returns an array instead of a bool."""
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, (numbers.Number, str)):
         raise AutotpError(f"{name}={shown(value)}: give plain numbers and text, and not an array")
 
 
 def require_plan(plan: Plan) -> None:
-    """Refuses what is no plan, such as the name of a file."""
+    """Rejects values that are not a `Plan`, such as a file name."""
     require(plan, Plan, "the plan", "an autotp.Plan, such as autotp.Plan.load('plan.json')")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What ``autotp.plan``, ``autotp.parallelize``, sweeps and the command line are asked for.
+    """The options of ``autotp.plan``, ``autotp.parallelize``, sweeps and the command line.
 
     Attributes:
-        strategy: ``auto`` or a family that restricts the search (see ``autotp.FAMILIES``), or such a family itself.
-        mesh: sizes of the mesh axes, outermost first; left out, the planner chooses them.
+        strategy: ``auto``, which does not restrict the search, or the name of a family that does (see ``autotp.FAMILIES``),
+            or a `Family` itself.
+        mesh: sizes of the mesh axes, outermost first; by default, the planner chooses them.
         mode: ``train`` or ``inference``.
-        memory: bytes each device may use; by default the device's memory.
-        optimizer: which state to count: a key of ``costmodel.memory.OPTIMIZERS``.
-        accumulate: how many micro-batches make a step: gradients of parameters are reduced once, by the last of them (see
-            ``DistributedModule.no_sync``). The example inputs are one micro-batch, of all devices together; predicted are
-            the seconds of a whole step.
-        panels: in how many panels every product whose operands are gathered gets them, where that number divides; 1 for
-            none. Left out, operands are gathered whole unless the memory bound asks for panels.
-        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: in how many chunks devices do their work, so that one's
-            collectives are under way while another is computed (see ``Plan.chunks``); operands are then gathered whole.
-            ``{}`` disables chunks; left out, the planner chooses.
-        precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters rest in
-            their own dtype, are moved and used in a narrower one, and their gradients are reduced in ``reduce_dtype`` (see
-            `passes.capture.precision`). Left out, dtypes stay as they are.
-        schedule: how the plan will be run: ``overlap``, with communication hidden behind computing (the step's time is
-            that of `costmodel.overlap`), or ``none``, where it is the plain sum.
-        compile: whether what lies between collectives is compiled by torch's Inductor, where the plan runs.
+        memory: bytes that each device may use; by default, the memory of the topology's device.
+        optimizer: the optimizer whose state and step are counted: a key of ``costmodel.memory.OPTIMIZERS``.
+        accumulate: the number of micro-batches per step. Gradients of parameters are reduced once, by the last micro-batch
+            (see ``DistributedModule.no_sync``). The example inputs are one micro-batch of all devices together; predicted
+            times are those of a whole step.
+        panels: the number of panels in which each matrix product gathers its operands, where that number divides the dim
+            that is cut; 1 for none. By default, operands are gathered whole unless the memory bound requires panels.
+        chunks: ``{"batch": 2}``, ``{"rows": 2}`` or both: the number of chunks into which each device divides its work, so
+            that the collectives of one chunk overlap with the computation of another (see ``Plan.chunks``); operands are
+            then gathered whole. ``{}`` disables chunks; by default, the planner chooses.
+        precision: ``bf16-mixed``, ``fp16-mixed`` or a ``torch.distributed.fsdp.MixedPrecisionPolicy``: parameters are
+            stored in their own dtype, communicated and used in a narrower one, and their gradients are reduced in
+            ``reduce_dtype`` (see `passes.capture.precision`). By default, dtypes stay as they are.
+        schedule: how the plan will be run: ``overlap`` hides communication behind computation (the step time is that of
+            `costmodel.overlap`); ``none`` does not (the step time is the plain sum).
+        compile: whether TorchInductor compiles the regions between collectives when the plan runs.
         constraints: layouts that parameters, operators, inputs or outputs must have, such as
             ``"lm_head.weight=Shard(0)@x"`` (see `autotp.plans.constraints`).
-        time_limit: seconds for planning, which is all but capturing the model; then the best plan so far is returned.
-        gap: where memory is short and operators are recomputed, the search ends with a plan whose step is proven to be
-            longer than the shortest possible by at most this share.
-        recompute: which results are not kept for the backward pass but recomputed: ``auto``, as the planner decides (while
-            memory is ample, only what the model's own ``torch.utils.checkpoint`` says), ``none``, ``selective`` (all but
-            those of matrix products, lookups in weights, and collectives), ``full`` (all inside repeated blocks but what
-            leaves them, as with ``torch.utils.checkpoint`` around every block), or names of modules, which are such blocks.
-        reshard_after_forward: whether parameters that are gathered are gathered again for the backward pass (True), or kept
-            until it has read them (False), as in ``torch.distributed.fsdp.fully_shard``. Left out, the planner decides for
-            each, where the family does not.
-        outputs: ``whole``, on every device, or ``dtensor``: what the model returns stays in the layouts that the planner
-            chooses.
-        observe: names of modules, or patterns that match them part by part (``blocks.*``): their forward hooks are called,
+        time_limit: seconds for planning, excluding the capture of the model; after that, the best plan found so far is
+            returned.
+        gap: where memory is short and operators are recomputed, the search ends once the step of the best plan is proven to
+            exceed the shortest possible step by at most this share.
+        recompute: which results are recomputed in the backward pass instead of saved for it: ``auto``: the planner decides
+            (while memory is ample, only those in the model's own ``torch.utils.checkpoint``); ``none``: nothing;
+            ``selective``: all but the results of matrix products, lookups in weights, and collectives; ``full``: all inside
+            repeated blocks but those that leave a block, as with ``torch.utils.checkpoint`` around every block; or a list
+            of module names, each of which is treated as such a block.
+        reshard_after_forward: whether gathered parameters are gathered again for the backward pass (True), or kept until
+            the backward pass has read them (False), as in ``torch.distributed.fsdp.fully_shard``. By default, the planner
+            decides for each parameter, unless the family does.
+        outputs: ``whole``: every device returns the whole outputs; ``dtensor``: outputs are returned as ``DTensor``s in the
+            layouts that the planner chooses.
+        observe: names of modules, or patterns that match them part by part (``blocks.*``), whose forward hooks are called,
             with ``DTensor``s in the layouts that the planner chooses.
-        resting: parameter name -> the layout in which it rests already, on ``mesh``; the planner chooses all others.
+        resting: parameter name -> its given layout at rest, on ``mesh``; the planner chooses those of all others.
 
     Raises:
-        AutotpError: an option is wrong; names the choices.
+        AutotpError: an option is wrong; the message names the choices.
     """
 
-    # Without slots, so that a default is the class's attribute, which signatures and commands show as theirs.
+    # No slots: the defaults stay class attributes, from which signatures and commands take their own defaults.
     strategy: str | Family = "auto"
     _: KW_ONLY
     mesh: Sequence[int] | None = None
@@ -126,7 +129,7 @@ class Options:
     resting: Mapping[str, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks all that needs no machine."""
+        """Checks everything that does not depend on the topology, and converts numbers to plain Python types."""
         for one in fields(self):
             require_no_array(one.name, getattr(self, one.name))
         chunks = {} if self.chunks is None else self.chunks
@@ -160,7 +163,7 @@ class Options:
         self._write_plain()
 
     def _write_plain(self) -> None:
-        """Takes the numbers out of numpy's, which no plan can be written with."""
+        """Converts NumPy numbers to Python numbers, because a plan that has NumPy numbers cannot be written as JSON."""
         plain: dict[str, Any] = {name: getattr(self, name) for name in ("memory", "gap", "time_limit")}
         plain = {name: None if value is None else float(value) for name, value in plain.items()}
         plain |= {name: None if (n := getattr(self, name)) is None else int(n) for name in ("accumulate", "panels")}
@@ -188,10 +191,11 @@ class Options:
             raise AutotpError(f"panels={self.panels} gathers parameters again, which contradicts {asked}; leave one out")
 
     def check(self, topology: Topology) -> None:
-        """Checks the mesh and the precision against the machine.
+        """Checks the mesh and the precision against a topology.
 
         Raises:
-            AutotpError: the mesh has another number of devices, or the device no rate for what is computed.
+            AutotpError: the mesh has another number of devices than the topology, or the topology's device has no rate for
+                the dtype of the precision.
         """
         self._check_rates(topology)
         if self.mesh is not None and math.prod(self.mesh) != topology.devices:
@@ -201,7 +205,7 @@ class Options:
             )
 
     def _check_rates(self, topology: Topology) -> None:
-        """Refuses a precision that the device would compute in at an unknown rate."""
+        """Rejects a precision for whose dtype the device has no rate."""
         policy, device = policy_of(self.precision), topology.device
         if policy is None or policy.param_dtype is None:
             return
@@ -215,7 +219,7 @@ class Options:
 
     @classmethod
     def of(cls, plan: Plan) -> Options:
-        """What a plan was asked for, with what the planner then chose: its mesh and its panels."""
+        """The options that a plan was made with, with the mesh and the chunks that the planner chose."""
         return cls(
             plan.strategy,
             mesh=plan.mesh_shape,
@@ -236,10 +240,10 @@ class Options:
         )
 
     def require(self, plan: Plan) -> None:
-        """Checks that what is asked for, beside a plan, is what that was made for.
+        """Checks that the options that are given together with a plan are those that the plan was made with.
 
         Raises:
-            AutotpError: something else is; names it.
+            AutotpError: an option is neither its default nor that of the plan; names the option.
         """
         made, left = Options.of(plan), Options()
         for name in _OF_A_PLAN:
@@ -255,7 +259,7 @@ class Options:
 
     @property
     def family(self) -> Family:
-        """The family that is searched."""
+        """The family that restricts the search, with ``reshard_after_forward`` applied."""
         found = self.strategy if isinstance(self.strategy, Family) else family(self.strategy)
         if self.reshard_after_forward is None:
             return found
@@ -268,12 +272,12 @@ class Options:
 
     @property
     def hides(self) -> bool:
-        """Whether communication is hidden behind computing."""
+        """Whether communication is hidden behind computation."""
         return overlapping(self.schedule)
 
     @property
     def asked(self) -> tuple[Constraint, ...]:
-        """The constraints, read."""
+        """The parsed constraints."""
         return parse(() if self.constraints is None else self.constraints)
 
 

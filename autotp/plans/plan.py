@@ -1,4 +1,4 @@
-"""A plan: a mesh, a strategy per operator, a resting layout per parameter, and what they are predicted to cost."""
+"""A plan: a mesh, a strategy per operator, a layout at rest per parameter, and their predicted cost."""
 
 from __future__ import annotations
 
@@ -45,35 +45,35 @@ AXIS_NAMES = ("x", "y", "z", "w")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planner's result; see the attributes' own documentation. Saved as JSON, never pickled.
+    """The planner's result: a mesh, strategies, layouts and their predicted cost. Saved as JSON, never pickled.
 
     Attributes:
-        strategy: the family that was searched.
+        strategy: the name of the family that restricted the search.
         mesh_shape, mesh_axes: sizes and names of the mesh axes, outermost first.
-        topology: the machine it was planned for.
+        topology: the machine that the plan was made for.
         operators: every operator of the captured graph, in order.
-        layouts: name of a parameter, or of a buffer that is a cache -> resting layout.
-        optimal, gap: whether the solver proved this plan optimal; else its relative distance to the proven bound.
-            The bound of ``gap`` holds for steps in chunks, too.
-        predicted: see ``Predicted``.
+        layouts: name of a parameter, or of a buffer that is a cache -> its layout at rest.
+        optimal, gap: whether the plan is proven optimal; otherwise the distance of its step time to the proven lower bound,
+            as a share of the step. The bound also holds for plans with chunks.
+        predicted: the predicted times and memory of a step; see ``Predicted``.
         model_hash: identifies the captured graph.
-        mode, optimizer: what memory and time were counted for.
-        accumulate: how many micro-batches make the step that ``predicted`` is about; operators' seconds are of all of them.
-        memory_bound: bytes allowed on each device.
-        chunks: in how many chunks devices do their work, so that one's collectives are under way while another is computed:
-            ``batch``, of the whole batch, and ``rows``, of the rows of matrix products that communicate; 1 where not given.
-        chunked: kind of chunks -> how many operators are cut.
-        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
-        batch_axes: names of the mesh axes that split the batch anywhere.
-        gathered_once: names of the parameters whose gathered copies the forward pass keeps for the backward pass (as
-            ``reshard_after_forward=False`` in FSDP2); all others that this reads are gathered again.
-        precision: in which dtypes it computes and reduces (``bf16-mixed``, or a policy as text); None: in the model's own.
-        outputs: whether what the model returns is ``whole`` on every device, or ``dtensor``: in the layouts of the plan.
-        observe: names of modules, or patterns of names, that are observed (see `autotp.plans.options.Options`).
-        schedule: how it is to be run, and was predicted: ``overlap`` or ``none``.
-        compile: whether it is to be run compiled: what lies between collectives, by torch's Inductor.
-        constraints: that the user gave, as texts (see `autotp.plans.constraints`).
-        planning: how the plan was found (times in seconds, sizes).
+        mode, optimizer: the mode and the optimizer for which time and memory are predicted.
+        accumulate: micro-batches per step. ``predicted`` and the operators' seconds are of all of them together.
+        memory_bound: bytes that each device may use.
+        chunks: kind of chunks -> their number (1 if missing). The collectives of one chunk overlap with the computation of
+            another: chunks of ``batch``, the whole batch, or of ``rows``, the rows of matrix products that communicate.
+        chunked: kind of chunks -> number of operators that are divided.
+        whole: name of an operator that is not divided, though it reads chunks or is a product that communicates -> reason.
+        batch_axes: names of the mesh axes that split the batch in any operator.
+        gathered_once: names of the parameters whose gathered copies are kept from the forward to the backward pass (as with
+            ``reshard_after_forward=False`` in FSDP2); all others that the backward pass reads are gathered again.
+        precision: the dtypes to compute and reduce in (``bf16-mixed``, or a policy as text); None: the model's own dtypes.
+        outputs: ``whole``: every device returns the whole outputs; ``dtensor``: they keep the layouts of the plan.
+        observe: names of modules, or patterns, whose forward hooks are called (see `autotp.plans.options.Options`).
+        schedule: how the plan is to be run, and was predicted: ``overlap`` or ``none``.
+        compile: whether TorchInductor is to compile the regions between collectives.
+        constraints: the user's constraints, as texts (see `autotp.plans.constraints`).
+        planning: how the plan was found: statistics (times in seconds, sizes) and some of the options.
     """
 
     strategy: str
@@ -119,50 +119,50 @@ class Plan:
 
     @property
     def batch_ways(self) -> int:
-        """In how many parts the batch is split: how many ranks may each be given a part of their own."""
+        """The number of parts that the mesh splits the batch into: as many ranks can each be given a part of their own."""
         sizes = dict(zip(self.mesh_axes, self.mesh_shape, strict=True))
         return math.prod(sizes[axis] for axis in self.batch_axes)
 
     @property
     def assignments(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Operator name -> per mesh axis the factor that it shards."""
+        """Operator name -> its assignment: per mesh axis, the factor that the axis shards (see `PlannedOperator`)."""
         return {op.name: op.assignment for op in self.operators}
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """Name of a parameter, or of a cache -> resting layout, for people."""
+        """Name of a parameter, or of a buffer that is a cache -> its layout at rest, as readable text."""
         return {name: describe(layout, self.mesh_axes) for name, layout in self.layouts.items()}
 
     @property
     def replicated(self) -> list[str]:
-        """Operators that have no rule and are computed whole on every device."""
+        """Names of the operators that have no rule and are computed whole on every device."""
         return [op.name for op in self.operators if op.replicated]
 
     @property
     def repeated(self) -> Mapping[str, bool]:
-        """What is recomputed -> whether the collectives that bring it into other layouts are repeated."""
+        """Name of a recomputed operator -> whether the collectives that reshard its results are repeated too."""
         return {op.name: op.recomputed == "all" for op in self.operators if op.recomputed}
 
     @property
     def recomputed(self) -> list[str]:
-        """Operators whose results are not kept for the backward pass, which recomputes them."""
+        """Names of the operators whose results the backward pass recomputes, instead of reading saved ones."""
         return list(self.repeated)
 
     def resting(self, parameter: str) -> Layout:
-        """The layout in which a parameter rests.
+        """The layout of a parameter at rest.
 
         Raises:
-            PlanMismatchError: when the plan does not know the parameter.
+            PlanMismatchError: the plan has no such parameter.
         """
         if not isinstance(parameter, str) or parameter not in self.layouts:
             raise PlanMismatchError(f"the plan has no parameter {shown(parameter)}; it was made for another model")
         return self.layouts[parameter]
 
     def asked(self, precision: Precision) -> str | None:
-        """The plan's own precision, where that is asked for, or nothing is.
+        """The plan's precision, checked against a requested one; None requests none.
 
         Raises:
-            PlanMismatchError: another one is asked for.
+            PlanMismatchError: another precision is requested.
         """
         wanted = precision_name(precision)
         if wanted is not None and wanted != self.precision:
@@ -171,13 +171,13 @@ class Plan:
 
     @property
     def bound_ratio(self) -> float | None:
-        """Bytes that all matrix products with a weight move over their communication lower bounds; None without any."""
+        """Bytes that matrix products with a weight move, over their communication lower bounds; None without any."""
         bound = sum(op.bound_bytes for op in self.operators)
         return sum(op.bytes_moved for op in self.operators if op.bound_bytes) / bound if bound else None
 
     @property
     def hash(self) -> str:
-        """Identifies everything that decides the distributed graph, and nothing else."""
+        """A hash of everything in the plan that determines the distributed graph, and of nothing else."""
         decided: dict[str, Any] = {
             "model": self.model_hash,
             "mesh": self.mesh_shape,
@@ -210,10 +210,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, source: str = "plan") -> Plan:
-        """Reads ``to_json``'s text.
+        """Reads a plan from the JSON text of ``to_json``; ``source`` names the text in error messages.
 
         Raises:
-            AutotpError: when the text is not a plan of this version, or contradicts itself; names the key.
+            AutotpError: the text is not a plan of this version, or contradicts itself; names the key.
         """
         written = read(text, source)
         plan = cls(
@@ -231,10 +231,10 @@ class Plan:
         return plan
 
     def check(self) -> None:
-        """Checks that what the plan says belongs together, as far as that can be seen without the model.
+        """Checks that the plan is consistent, as far as that can be seen without the model.
 
         Raises:
-            AutotpError: names the key that contradicts others.
+            AutotpError: a key contradicts others; names the key.
         """
         axes, names = len(self.mesh_shape), {op.name for op in self.operators}
         wrong = {
@@ -258,11 +258,11 @@ class Plan:
         policy_of(self.precision)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the plan as JSON; the file appears whole or not at all.
+        """Writes the plan to a file as JSON, atomically: the file is written completely or not at all.
 
         Raises:
-            AutotpError: this is no path.
-            OSError: it cannot be written.
+            AutotpError: ``path`` is not a path.
+            OSError: the file cannot be written.
         """
         require_path(path, "a plan's file")
         write_atomically(path, self.to_json())
@@ -272,7 +272,7 @@ class Plan:
         """Reads a saved plan.
 
         Raises:
-            AutotpError: when the file is not there or is not a plan of this version.
+            AutotpError: the file cannot be read, or is not a plan of this version.
         """
         require_path(path, "a plan's file")
         try:
@@ -283,7 +283,7 @@ class Plan:
 
 
 def check_chunks(chunks: Mapping[str, int]) -> None:
-    """Checks numbers of chunks.
+    """Checks the kinds and the numbers of chunks.
 
     Raises:
         AutotpError: a kind of chunks is unknown, or a number is not positive.
@@ -306,7 +306,7 @@ def check_accumulate(count: int) -> None:
 
 
 def check_compile(compile: bool) -> None:
-    """Checks whether to compile.
+    """Checks that ``compile`` is a bool.
 
     Raises:
         AutotpError: it is neither True nor False.
@@ -316,10 +316,10 @@ def check_compile(compile: bool) -> None:
 
 
 def overlapping(schedule: str) -> bool:
-    """Whether a schedule's name asks for overlap.
+    """Whether the schedule of this name overlaps communication with computation.
 
     Raises:
-        AutotpError: there is no such schedule.
+        AutotpError: no schedule has this name.
     """
     if not isinstance(schedule, str) or schedule not in ("overlap", "none"):
         raise AutotpError(f"schedule={shown(schedule)} is unknown; choose 'overlap' or 'none'")
@@ -327,7 +327,7 @@ def overlapping(schedule: str) -> bool:
 
 
 def fingerprint(captured: Captured) -> str:
-    """Identifies a captured graph by its operators, arguments and shapes."""
+    """A hash of a captured graph: of its operators, arguments, shapes and dtypes."""
     digest = hashlib.sha256()
 
     def show(argument: Any) -> str:

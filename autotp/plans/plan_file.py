@@ -1,4 +1,4 @@
-"""The JSON form of a plan: what its keys are, and how they are read."""
+"""The JSON form of a plan: its keys, and how they are parsed and checked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["AS_WRITTEN", "FORMAT", "LARGEST_FILE", "Written", "decode_layout", "
 #: Version of the JSON form; plans of another version are refused.
 FORMAT: Final = 8
 
-#: Bytes of a file; an operator takes about 700.
+#: The largest plan file that is read, in bytes; an operator takes about 700 bytes.
 LARGEST_FILE: Final = 2**26
 
-_DIMS, _BLOCKS = 64, 2**31  # of a tensor that torch can have, and of one of its dims
+_DIMS, _BLOCKS = 64, 2**31  # upper bounds on the dims of a tensor, in torch, and on the blocks of a dim
 
 
 def _one_of(names: Collection[str], name: str) -> str:
@@ -49,14 +49,14 @@ _Placement = Annotated[Any, AfterValidator(_placement)]
 
 
 class _Repriced(TypedDict):
-    """Where a plan was made that was priced anew."""
+    """Of a repriced plan: the topology that it was made for, and its predicted step there."""
 
     topology: str
     step_seconds: Figure
 
 
 class _Planning(TypedDict, total=False):
-    """What is read of how a plan was found; the rest is kept as it is."""
+    """The keys of ``planning`` that are checked; any other key is kept as it is."""
 
     __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
 
@@ -72,7 +72,7 @@ class _Planning(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The keys of the file; what they mean, `autotp.Plan` says. ``memory_bound`` is null for none."""
+    """The keys of the file, most of them attributes of `autotp.Plan`. A ``memory_bound`` of null means no bound."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -106,7 +106,7 @@ class Written:
     observe: tuple[str, ...]
 
 
-#: The keys that a plan has as they are.
+#: The keys whose values are attributes of `Plan` without conversion.
 AS_WRITTEN = tuple(
     field.name for field in fields(Written) if field.name not in ("format", "hash", "topology", "layouts", "memory_bound")
 )
@@ -118,14 +118,14 @@ def _adapter() -> TypeAdapter[Written]:
 
 
 def read(text: str, source: str) -> Written:
-    """Reads and checks a plan's text.
+    """Parses and checks the JSON text of a plan.
 
     Args:
         text: JSON.
-        source: where it is from, for messages.
+        source: the origin of the text, such as its path, for error messages.
 
     Raises:
-        AutotpError: it is not JSON, of another version, or some key is missing, unknown or wrong; names the key.
+        AutotpError: the text is not JSON or is of another version, or a key is missing, unknown or wrong; names the key.
     """
     try:
         return _adapter().validate_json(text)

@@ -1,4 +1,4 @@
-"""What a plan says of an operator, and of a step."""
+"""The records of a plan about one operator, and about a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from costmodel.text.numbers import MOST, figure
 
 __all__ = ["Count", "Figure", "PlannedOperator", "Predicted"]
 
-#: A number as a plan's file may have it: at least 1, or seconds or bytes.
+#: Numbers in a plan file: a `Count` is at least 1; a `Figure` is a number of seconds or bytes.
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Figure = Annotated[float, AfterValidator(functools.partial(figure, what="the figure"))]
 
@@ -23,13 +23,14 @@ class Predicted:
     """Predictions for one training (or inference) step on each device, in seconds and bytes.
 
     Attributes:
-        step_seconds: the whole step: computing, the communication that nothing hides, and waiting for the host.
-        compute_seconds: of computing, in chunks if there are any, with the optimizer's step.
-        communication_seconds: of all communication, hidden or not.
-        exposed_seconds: of communication that nothing hides.
-        memory_bytes: parameters, gradients, optimizer state, saved activations and the largest gathered temporary.
-        update_seconds: of the optimizer's step, which is no operator.
-        host_seconds: by which the step is longer because the host has to start its kernels.
+        step_seconds: the whole step: computation, exposed communication, and waiting for the host.
+        compute_seconds: all computation, in chunks if there are any, including the optimizer's step.
+        communication_seconds: all communication, hidden or not.
+        exposed_seconds: communication that is not hidden behind computation.
+        memory_bytes: peak memory: parameters, gradients, optimizer state, saved activations and the largest gathered
+            temporary.
+        update_seconds: the optimizer's step, which is not an operator of the plan.
+        host_seconds: the time by which launching kernels on the host lengthens the step.
     """
 
     step_seconds: Figure
@@ -42,7 +43,7 @@ class Predicted:
 
     @property
     def passes_seconds(self) -> float:
-        """Of the forward and the backward pass: the step without the optimizer's."""
+        """Seconds of the forward and backward passes: the step without the optimizer's."""
         return self.step_seconds - self.update_seconds
 
 
@@ -51,23 +52,23 @@ class PlannedOperator:
     """One operator of a plan.
 
     Attributes:
-        name, target, module: of the captured node; the module's path in the user's model.
-        scheme: the known scheme that its strategy is.
-        assignment: per mesh axis the factor that the axis shards, ``+i`` for partial sums passed through, or None.
+        name, target, module: those of the captured node; the module is its path in the user's model.
+        scheme: the name of the known scheme that the strategy matches (see `autotp.plans.schemes`).
+        assignment: per mesh axis, the factor that the axis shards, ``+i`` for partial sums passed on, or None.
         strategy: factor -> names of the axes that shard it.
-        layouts: operands, then results, for people.
-        count: how many identical operators (folded layers) were decided together with this one, itself included.
-        fold: name of the operator that stands for them.
-        seconds, communication_seconds: of this one operator, forward and backward. Communication includes the reshards of
+        layouts: the layouts that it requires of its operands, then those of its results, as readable text.
+        count: number of identical operators (folded layers) that share one decision, this one included.
+        fold: name of the operator that represents them.
+        seconds, communication_seconds: of this operator alone, forward and backward. Communication includes the reshards of
             its operands, divided evenly among the operators that share one, and the reduction of the partial sums that
-            it makes, wherever that happens.
-        bytes_moved: bytes that each device receives for that communication.
-        bound_bytes: for a matrix product with a weight, the least bytes that some device must move for it, forward and
-            backward, when nothing rests in copies (``costmodel.bounds``); else 0.
-        panels: how many panels its gathered operands come in; 1: they are gathered whole.
-        replicated: it has no rule, so every device computes it whole.
-        recomputed: what the backward pass repeats, as its results are not kept: ``""`` nothing, ``"local"`` the
-            operator, ``"all"`` also the collectives that bring its results into other layouts.
+            it makes, wherever they are reduced.
+        bytes_moved: bytes that each device receives in that communication.
+        bound_bytes: for a matrix product with a weight, a lower bound on the bytes that some device must move for it,
+            forward and backward, if no tensor is stored in copies (``costmodel.bounds``); otherwise 0.
+        panels: number of panels in which its operands are gathered; 1: they are gathered whole.
+        replicated: whether every device computes it whole, because it has no rule.
+        recomputed: what the backward pass repeats because the results are not saved: ``""`` nothing, ``"local"`` the
+            operator, ``"all"`` also the collectives that reshard its results.
     """
 
     name: str
@@ -89,5 +90,5 @@ class PlannedOperator:
 
     @property
     def bound_ratio(self) -> float | None:
-        """Bytes moved over the communication lower bound; None where there is no bound or it is 0."""
+        """Bytes moved, divided by the communication lower bound; None if there is no bound or it is 0."""
         return self.bytes_moved / self.bound_bytes if self.bound_bytes else None

@@ -1,4 +1,4 @@
-"""Names: which known scheme an operator's strategy is, read off its map from factors to axes and off what rests where.
+"""Names the known scheme that a strategy matches, derived from its map from factors to axes and from the layouts at rest.
 
 For a weight's operator ``C[m,n] = A[m,k] B[k,n]``: axes that split m alone are data parallel, or ZeRO-3 where B rests
 sharded along them; n alone is a column split, k alone a row split, both Tensor3D. Rows and columns with B sharded along
@@ -18,13 +18,13 @@ __all__ = ["scheme"]
 
 
 def scheme(operator: Operator, strategy: Strategy, have: Sequence[Layout], parameters: Sequence[bool]) -> str:
-    """The scheme's name; several known ones at once are joined by ``+``.
+    """The name of the known scheme that a strategy matches; names of several at once are joined by ``+``.
 
     Args:
         operator: the operator.
         strategy: its strategy.
-        have: layouts in which its operands rest before any reshard.
-        parameters: which of the operands are parameters.
+        have: layouts of its operands before any reshard.
+        parameters: for each operand, whether it is a parameter.
     """
     axes = _axes_by_use(operator, strategy)
     if not any(axes.values()):
@@ -77,7 +77,7 @@ def _combined(
     rows: list[int],
     zero: list[int],
 ) -> str | None:
-    """SUMMA, 2.5D or 3D, if the layouts at rest are theirs."""
+    """``2D SUMMA``, ``2.5D`` or ``3D`` if the layouts at rest are those of the scheme; otherwise None."""
     rule = operator.rule
     assert rule is not None
     data = next((i for i, is_parameter in enumerate(parameters) if not is_parameter), None)

@@ -1,7 +1,8 @@
-"""Gradients of several micro-batches that are reduced once: ``no_sync()`` of what ``parallelize`` and ``simulate`` return.
+"""Gradient accumulation over several micro-batches with one reduction: ``no_sync()`` of distributed and simulated modules.
 
-In a step under ``no_sync()`` gradients end where a reduction would begin (`passes.sharding.deferral`): in tensors that are
-leaves for autograd, which adds up there what several backward passes bring. The first pass outside reduces the sums.
+In a step under ``no_sync()`` (an inner step), gradients stop where their reduction would begin
+(`passes.sharding.deferral`), at leaf tensors, whose ``.grad`` accumulates over several backward passes. The first pass
+outside of ``no_sync()`` reduces the sums.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """What the inner steps of an accumulated step leave behind, on the devices of this process.
+    """The unreduced gradients of an accumulated step, on the devices of this process.
 
     Args:
-        sharded: the graph of a step.
+        sharded: the sharded graph of one step.
         parameters: placeholder -> the parameter's name.
-        world: that the graph runs in.
-        regathers: whether autograd gathers again what the backward pass reads of parameters. It does so for every tensor
-            that it saves, which therefore have to be the same on all devices.
+        world: the world in which the graph runs.
+        regathers: whether the backward pass gathers parameters again, rather than that autograd saves the gathered copies.
+            Each saved tensor is gathered separately, so autograd must save the same tensors on all devices.
     """
 
     def __init__(self, sharded: fx.GraphModule, parameters: Mapping[str, str], world: World, *, regathers: bool) -> None:
@@ -49,29 +50,32 @@ class Accumulation:
 
     @cached_property
     def deferred(self) -> Deferred:
-        """The graphs of inner steps."""
+        """The graphs of an accumulated step, made on first use."""
         made = defer(self.sharded, self.parameters)
         made.inner.world = made.last.world = made.mirrors.world = self.world
         return made
 
     @property
     def waiting(self) -> bool:
-        """Whether there are gradients that are not reduced yet."""
+        """Whether there are unreduced gradients."""
         return any(map(self._waits, self._sinks))
 
     def _waits(self, name: str) -> bool:
         return any(sink.grad is not None for sink in self._sinks[name])
 
     def defers(self, *, syncing: bool) -> bool:
-        """Whether the pass that begins runs the graph of inner steps: it is one, or comes after some."""
+        """Whether a forward pass that begins now uses the ``deferred`` graphs.
+
+        True for inner steps, and while there are unreduced gradients; always false if grad mode is off.
+        """
         return torch.is_grad_enabled() and (not syncing or self.waiting)
 
     def anew(self) -> Accumulation:
-        """For another module of the same graph, whose gradients are its own."""
+        """An ``Accumulation`` for a copy of the module, which has the same graph and no gradients yet."""
         return Accumulation(self.sharded, self.parameters, self.world, regathers=self.regathers)
 
     def drop(self) -> None:
-        """Forgets the gradients that are not reduced yet."""
+        """Discards the unreduced gradients."""
         for sinks in self._sinks.values():
             for sink in sinks:
                 sink.grad = None
@@ -79,10 +83,10 @@ class Accumulation:
     def scheduled(
         self, schedules: Schedules, values: Mapping[str, Any], parameters: Mapping[str, Tensor], *, syncing: bool
     ) -> Sequence[Any] | None:
-        """The outputs of the pass that begins, by scheduled graphs; None if these cannot be.
+        """Runs a forward pass with scheduled graphs and returns its outputs; None if the graph cannot be scheduled.
 
         Args:
-            schedules: of the sharded graph.
+            schedules: the schedules of the sharded graph.
             values, parameters: see ``values``.
             syncing: whether the pass reduces gradients.
         """
@@ -95,7 +99,7 @@ class Accumulation:
         return schedules.run(values, Variant(self.deferred.last, sinks, self.take))
 
     def eager(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor], *, syncing: bool) -> Sequence[Any]:
-        """The outputs of the pass that begins, as autograd runs the graph; see ``scheduled``."""
+        """Runs a forward pass with autograd, without a schedule, and returns its outputs; see ``scheduled``."""
         graph, given = self.sharded, values
         if self.defers(syncing=syncing):
             graph, given = self.deferred.inner, self.values(values, parameters)
@@ -107,7 +111,7 @@ class Accumulation:
         return found
 
     def take(self, name: str) -> list[Tensor]:
-        """What waits at a cut, on every device of this process; it waits no longer. Empty where nothing does."""
+        """Removes and returns a cut's unreduced gradient, one tensor per device of this process; empty if there is none."""
         sinks = self._sinks[name]
         found = [sink.grad for sink in sinks]
         for sink in sinks:
@@ -120,13 +124,13 @@ class Accumulation:
         ]
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
-        """Checks that the gradients that wait are of the parameters as they are now.
+        """Checks that the parameters have not changed since the unreduced gradients were computed.
 
         Args:
             parameters: see ``values``.
 
         Raises:
-            AutotpError: they were changed, or frozen or no longer frozen.
+            AutotpError: a parameter was changed in place, frozen or unfrozen.
         """
         if not self.waiting:
             return
@@ -148,11 +152,11 @@ class Accumulation:
             )
 
     def values(self, values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The inputs of the graph of inner steps, from those of the sharded graph.
+        """Returns the inputs of the graph of inner steps, and records the parameters' versions for ``check``.
 
         Args:
             values: placeholder of the sharded graph -> its value, a tensor or ``Parts``.
-            parameters: placeholder -> the parameter, as it is outside.
+            parameters: placeholder -> the module's own parameter, of which the value is a part.
 
         Raises:
             AutotpError: see ``check``.
@@ -165,14 +169,14 @@ class Accumulation:
         return found | {cut.name: self._sink(cut, values) for cut in self.deferred.cuts}
 
     def _sink(self, cut: Cut, values: Mapping[str, Any]) -> Any:
-        """The leaves that take a cut's gradient: of the correct shape, but without memory."""
+        """The leaf tensors that accumulate a cut's gradient. They have its local shapes, but the memory of one element."""
         first = values[cut.parameters[0]]
         parts = list(first) if isinstance(first, Parts) else [first]
         if cut.name not in self._sinks:
             shapes = [part.shape for part in parts]
             if cut.layout is not None:
                 whole, mesh = torch.empty(cut.value.shape, device="meta"), self.world.mesh_shape
-                layout = cut.layout[: len(mesh)]  # chunks come behind, and do not split these values
+                layout = cut.layout[: len(mesh)]  # drops the virtual axes of chunks, which do not split these values
                 shapes = [take(whole, layout, mesh, at).shape for at in self.world.hosted]
             like = parts[0].new_empty((), dtype=cut.value.dtype)
             self._sinks[cut.name] = [like.detach().expand(shape) for shape in shapes]
@@ -181,11 +185,11 @@ class Accumulation:
         return Parts(sinks) if isinstance(first, Parts) else sinks[0]
 
     def watch(self, outputs: Sequence[Any], values: Callable[[], Mapping[str, Any]]) -> None:
-        """Lets a backward pass from any of these outputs reduce, when it is over, all that waits then.
+        """Makes a backward pass from any of these outputs reduce all unreduced gradients when it ends.
 
         Args:
-            outputs: of a pass that is no inner step.
-            values: gives placeholder -> the parameter's part, whose gradients go on to the parameter.
+            outputs: the outputs of a pass that is no inner step.
+            values: returns placeholder -> the parameter's part, whose gradient flows to the parameter.
         """
 
         def begun(_: Any) -> None:
@@ -195,14 +199,14 @@ class Accumulation:
             node.register_prehook(begun)
 
     def reduce(self, values: Callable[[], Mapping[str, Any]]) -> None:
-        """Reduces the gradients that wait, which the parameters' own gradients then have.
+        """Reduces the unreduced gradients, and adds them to the parameters' ``.grad``.
 
         Args:
             values: see ``watch``.
         """
         if not self.waiting:
             return
-        with torch.enable_grad():  # which is off at the end of a backward pass
+        with torch.enable_grad():  # grad mode is off in a callback at the end of a backward pass
             mirrors, given = self.deferred.mirrors, dict(values())
         hosted = any(isinstance(value, Parts) for value in given.values())
         for cut in self.deferred.cuts:
@@ -221,7 +225,7 @@ class Accumulation:
 
 
 def _in_order(module: fx.GraphModule, values: Mapping[str, Any]) -> list[Any]:
-    """The values of a graph's placeholders, as it takes them."""
+    """The values of a graph's placeholders, in the graph's order."""
     return [values[str(node.target)] for node in module.graph.nodes if node.op == "placeholder"]
 
 

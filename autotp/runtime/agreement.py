@@ -1,4 +1,4 @@
-"""How the processes that run a module together agree: about plans, programs and schedules."""
+"""Agreement between the processes that run a module together, on plans, programs and schedules."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CPU = torch.device("cpu")
 
 
 class Agreement:
-    """How the processes that run a graph together agree: this one runs it alone.
+    """Agreement between the processes that run a graph together. In this base class, there is only one process.
 
     Attributes:
-        whereabouts: what this process is doing.
+        whereabouts: what this process is doing, for messages and for other ranks.
     """
 
     def __init__(self) -> None:
@@ -41,24 +41,24 @@ class Agreement:
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return 1
 
     def gathered(self, mine: Any) -> list[Any]:
-        """Every process's value."""
+        """All-gathers a value: returns one per process, in the order of ranks."""
         return [mine]
 
     def alike(self, mine: int) -> bool:
-        """Whether every process has the same number, of up to 63 bits."""
+        """Whether all processes pass the same integer, of up to 63 bits."""
         return self.gathered(mine).count(mine) == self.processes
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """The first process's decision."""
+        """Calls ``decide`` on the first process, and returns its result on all."""
         return decide()
 
 
 class _Exchange:
-    """What processes that agree wait for."""
+    """Describes an exchange between the processes for messages, as `Whereabouts.wait` expects it."""
 
     operator = ""
 
@@ -71,8 +71,8 @@ class _Exchange:
 
 @contextmanager
 def _met(rank: int) -> Iterator[None]:
-    """Says which ranks did not come to where all make their first group."""
-    if dist.get_backend() == "fake":  # its ranks never come, and its store keeps nothing
+    """Names the ranks that did not arrive, if creating the first process group of all ranks times out."""
+    if dist.get_backend() == "fake":  # its other ranks never arrive, and its store keeps nothing
         yield
         return
     store = default_store()
@@ -90,12 +90,12 @@ def _met(rank: int) -> Iterator[None]:
 
 
 class JobAgreement(Agreement):
-    """How the processes of a ``torch.distributed`` job agree; each must make the same calls.
+    """Agreement between the processes of a ``torch.distributed`` job. All of them must make the same calls.
 
     Args:
-        watched: whether a thread watches the processes from now on (`autotp.runtime.watch`). They then agree in a process
-            group of their own, so that who agrees is never taken for who computes, over gloo, so that no process waits
-            for a GPU.
+        watched: whether to start a thread that watches the processes (`autotp.runtime.watch`). The agreement then has a
+            process group of its own, so that its collectives are never matched with those of the computation; in place
+            of NCCL, it uses gloo, so that no process waits for a GPU.
 
     Raises:
         CollectiveError: a rank has failed in this process group.
@@ -106,7 +106,7 @@ class JobAgreement(Agreement):
         self.whereabouts = Whereabouts(dist.get_rank())
         self._groups: list[Any] = []
         if watched and dist.get_world_size() > 1:
-            backend = "gloo" if dist.get_backend() == "nccl" else None  # torch's fake job has no other group
+            backend = "gloo" if dist.get_backend() == "nccl" else None  # torch's fake backend has no other
             with _met(self.whereabouts.rank):
                 self._groups.append(made_once("agreement", dist.new_group, timeout=time_limit(), backend=backend))
             weakref.finalize(self, _ended, watching(self.whereabouts), self._groups)
@@ -120,11 +120,11 @@ class JobAgreement(Agreement):
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return dist.get_world_size()
 
     def gathered(self, mine: Any) -> list[Any]:
-        """Every process's value."""
+        """All-gathers a value: returns one per process, in the order of ranks."""
         sent = _packed(mine)
         sizes = [int(size) for size in self._gathered(torch.tensor([sent.numel()], device=_CPU))]
         padded = torch.cat([sent, sent.new_zeros(max(sizes) - sent.numel())])
@@ -132,17 +132,17 @@ class JobAgreement(Agreement):
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(every, sizes, strict=True)]
 
     def alike(self, mine: int) -> bool:
-        """Whether every process has the same number, of up to 63 bits."""
+        """Whether all processes pass the same integer, of up to 63 bits."""
         return bool((self._gathered(torch.tensor([mine], device=_CPU)) == mine).all())
 
     def require_same(self, options: Mapping[str, Any]) -> None:
-        """Checks that all processes were given the same.
+        """Checks that all processes were given the same options.
 
         Args:
-            options: name of an option -> its value, whose text means the same on all processes.
+            options: name of an option -> its value, compared by its ``repr``.
 
         Raises:
-            PlanMismatchError: on every process, where they were not; names the ranks and the option.
+            PlanMismatchError: on every process, if an option differs; names the ranks and the option.
         """
         mine = {name: repr(value) for name, value in options.items()}
         if self.alike(zlib.crc32(str(sorted(mine.items())).encode())):
@@ -157,16 +157,16 @@ class JobAgreement(Agreement):
                     )
 
     def decided(self, decide: Callable[[], Any]) -> Any:
-        """Rank 0's decision.
+        """Calls ``decide`` on rank 0, and returns its result on all ranks.
 
         Raises:
-            Exception: on every rank, what rank 0 raised in place of a decision.
+            Exception: on every rank, the exception that ``decide`` raised on rank 0.
         """
         sent = torch.empty(0, dtype=torch.uint8, device=_CPU)
         if self.whereabouts.rank == 0:
             try:
                 sent = _packed((decide(), None))
-            except Exception as error:  # noqa: BLE001 - the others wait to hear of it
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for a result
                 error.add_note("This happened on rank 0, which decides for all ranks.")
                 sent = _packed((None, _sendable(error)))
         size = self._of_rank_0(torch.tensor([sent.numel()], device=_CPU))
@@ -200,10 +200,10 @@ def _packed(value: Any) -> Tensor:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or where it cannot be sent, one that says the same."""
+    """The error itself if it can be pickled, else an ``AutotpError`` with the same text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - what a foreign error holds is its own
+    except Exception:  # noqa: BLE001 - a foreign error may hold anything
         return AutotpError(f"{type(error).__name__}: {error}")
     return error
 
@@ -218,11 +218,11 @@ def join_job(instead: str, backend: str, **options: Any) -> None:
     """Creates the process group of the job that torchrun started.
 
     Args:
-        instead: what to do where there is none, for the message.
-        backend, options: of ``torch.distributed.init_process_group``.
+        instead: what to do if there is no job: the beginning of the error message.
+        backend, options: arguments of ``torch.distributed.init_process_group``.
 
     Raises:
-        AutotpError: a variable that torchrun sets is missing or wrong, or the processes do not meet.
+        AutotpError: an environment variable that torchrun sets is missing or invalid, or the rendezvous fails.
     """
     missing = [key for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
     if missing:
@@ -232,7 +232,7 @@ def join_job(instead: str, backend: str, **options: Any) -> None:
     whole_of(os.environ["MASTER_PORT"], "environment: MASTER_PORT", least=0, most=most)
     try:
         store, rank, world = next(dist.rendezvous("env://"))
-        # After destroy_process_group, the store of the job still has the addresses of that group.
+        # After destroy_process_group, the job's store still has the addresses of that group: use another prefix.
         own = dist.PrefixStore(f"autotp/{store.add(f'autotp/groups of rank {rank}', 1)}", store)
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, **options)
     except (RuntimeError, ValueError) as error:
@@ -246,23 +246,26 @@ def agreed(
     decide: Callable[[Captured], Plan],
     build: Callable[[Captured, Plan], Rewritten],
 ) -> tuple[Plan, Rewritten]:
-    """A plan and the graph sharded by it, the same on all processes.
+    """Makes a plan on the first process, shards the graph by it on every process, and checks that all have the same.
 
     Args:
-        agreement: of the processes.
-        captured: captures the model, on every process.
-        decide: gives the plan, on the first.
-        build: shards the graph, on every process.
+        agreement: the agreement of the processes.
+        captured: captures the model; called on every process.
+        decide: makes the plan; called on the first process only.
+        build: shards the graph; called on every process.
+
+    Returns:
+        The plan and the sharded graph.
 
     Raises:
-        AutotpError: on every process, where one fails.
+        AutotpError: on every process, if one fails.
         PlanMismatchError: the processes have different models, or inputs of different shapes.
     """
     mine: Captured | None = None
     problem: Exception | None = None
     try:
         mine = captured()
-    except Exception as error:  # noqa: BLE001 - every process must hear of it before it is raised
+    except Exception as error:  # noqa: BLE001 - raised once all processes know of it
         problem = error
 
     def decided() -> str:
@@ -302,10 +305,10 @@ def agreed(
 
 @contextmanager
 def told(doing: str) -> Iterator[None]:
-    """Says what the ranks were doing, where a collective of torch's own fails inside.
+    """Turns a failure of torch's own collectives in this context into an error that says what the ranks were doing.
 
     Raises:
-        CollectiveError: one does.
+        CollectiveError: a collective failed.
     """
     try:
         yield
@@ -315,11 +318,11 @@ def told(doing: str) -> Iterator[None]:
 
 @contextmanager
 def everywhere(doing: str, join: Callable[[], None] | None = None) -> Iterator[None]:
-    """Raises on every rank if any rank fails inside, where no collective may be called.
+    """Raises an ``AutotpError`` on every rank if any rank fails in this context. No collective may be called inside.
 
     Args:
-        doing: what fails then, for the message.
-        join: makes the process group, if there is none; where it cannot, what failed inside is raised first.
+        doing: the beginning of the message, such as ``cannot parallelize``.
+        join: creates the process group, if there is none. If it fails, an error raised inside takes precedence.
     """
     if join is None and not dist.is_initialized():
         raise AutotpError(f"{doing}: no process group; autotp.parallelize, which comes first, makes one")
@@ -328,7 +331,7 @@ def everywhere(doing: str, join: Callable[[], None] | None = None) -> Iterator[N
         yield
     except AutotpError as error:
         problem = error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it, whatever it is
+    except Exception as error:  # noqa: BLE001 - the other ranks must know of any failure
         problem = AutotpError(f"{doing}: {str(error) or type(error).__name__}")
         problem.__cause__ = error
     try:

@@ -1,4 +1,4 @@
-"""What a distributed module is made of: the model's hierarchy, its state under its names, the sharded graph over them."""
+"""Builds a distributed module: the model's module hierarchy, its state under its names, and the graph that reads them."""
 
 from __future__ import annotations
 
@@ -33,38 +33,38 @@ __all__ = [
     "index_as",
 ]
 
-#: Names of the module's own parts, beside the model's.
+#: Names of a distributed module's own submodules, besides the model's: the world, and the graph's constants.
 WORLD, CONSTANTS = "autotp_world", "autotp_constants"
 
-#: torch's own modules that only hold others, or parameters.
+#: torch's containers: modules that only hold other modules, or parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-#: Their methods that change what they hold, past a module's own methods or together with what they know besides.
+#: Their methods that change their contents, but bypass ``nn.Module``'s own methods, or also change other attributes.
 _CHANGING = ("append", "extend", "insert", "pop", "popitem", "clear", "update", "setdefault", "__delitem__")
 
 _log = logging.getLogger("autotp.compile")
 
 
 class Taken(NamedTuple):
-    """Names that a distributed module has for itself, and those of its parts."""
+    """Names that are reserved: attributes of a distributed module itself (``own``), and of its submodules (``parts``)."""
 
     own: frozenset[str]
     parts: frozenset[str]
 
     @classmethod
     def by(cls, module: type, part: type, besides: Iterable[str]) -> Taken:
-        """Of what classes add to those of torch's modules; of a part's, its private names."""
+        """Reserves what classes add to ``nn.Module``: all names of ``module`` and ``besides``; private ones of ``part``."""
         own, parts = (frozenset(dir(each)) - frozenset(dir(nn.Module)) for each in (module, part))
         return cls(own.union(besides), frozenset(name for name in parts if name.startswith("_")))
 
     def has(self, left: Left) -> bool:
-        """Whether an attribute that a forward pass sets would replace something."""
+        """Whether an attribute that the model's forward sets has a reserved name."""
         return left.name in (self.parts if left.index else self.own)
 
     def require_free(self, left: Iterable[Left], state: Iterable[str] = ()) -> None:
-        """Refuses state, and attributes that a forward pass leaves, that would replace something.
+        """Checks that no attribute that the model's forward sets, and no top-level state, has a reserved name.
 
         Raises:
-            AutotpError: some would.
+            AutotpError: one has.
         """
         if taken := sorted({*self.own.intersection(state), *(each.path for each in left if self.has(each))}):
             raise AutotpError(
@@ -81,24 +81,24 @@ _UNEXPORTED = "a distributed module cannot be exported or traced: its graph is o
 
 
 class Untraced:
-    """A module whose calls run its ``_run``, hooks and all, and that nothing exports, traces or scripts."""
+    """A module whose calls run its ``_run``, with hooks, and that cannot be exported, traced or scripted."""
 
     _told = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own signature and output structure; inputs are the global batch.
+        """Runs a forward pass, with the model's signature and output structure; inputs are the global batch by default.
 
         Raises:
             AutotpError: the call is exported or traced.
         """
-        if isinstance(args, fx.Proxy):  # torch.fx gives the root of what it traces one for all
+        if isinstance(args, fx.Proxy):  # torch.fx passes one proxy for all arguments of the root module
             raise AutotpError(_UNEXPORTED)
         if torch.compiler.is_compiling():
             _tell(self)
         return _called(self, *args, **kwargs)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuses: ``torch.jit`` asks for it.
+        """Not supported; ``torch.jit.script`` calls this.
 
         Raises:
             AutotpError: always.
@@ -107,13 +107,13 @@ class Untraced:
 
 
 class UntracedGraph(Untraced, fx.GraphModule):
-    """Such a graph module."""
+    """An ``Untraced`` graph module, whose graph is read-only."""
 
     def recompile(self) -> PythonCode:
-        """The graph as Python, for reading.
+        """Generates the graph's Python code, for reading only.
 
         Raises:
-            AutotpError: the graph has been changed, which calls would not follow.
+            AutotpError: the graph has been changed; calls would ignore the change.
         """
         code = super().recompile()
         own: Any = type(self)
@@ -126,10 +126,10 @@ class UntracedGraph(Untraced, fx.GraphModule):
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph, for reading; ``torch.export`` would run it as it is.
+        """The graph, for reading only; hidden from ``torch.export``, which would run it directly.
 
         Raises:
-            AutotpError: while something is exported, or another graph is set.
+            AutotpError: during an export, or if another graph is set.
         """
         if _exporting():
             raise AutotpError(_UNEXPORTED)
@@ -142,15 +142,15 @@ class UntracedGraph(Untraced, fx.GraphModule):
         fx.GraphModule.graph.fset(self, graph)  # type: ignore[attr-defined]
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Does nothing, and warns, as a call within ``torch.compile`` does."""
+        """Has no effect except for a warning, like a call within ``torch.compile``."""
         _tell(self)
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that stand for the model's; those that the graph has besides are not among them."""
+        """The modules that stand for the model's, without those that only the graph uses."""
         return ((name, each) for name, each in super().named_modules(*args, **options) if not self._besides(each))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As ``named_modules``, of the module's own."""
+        """Like ``named_modules``, for immediate children."""
         return ((name, each) for name, each in super().named_children() if not self._besides(each))
 
     def _besides(self, module: nn.Module) -> bool:
@@ -163,7 +163,7 @@ class UntracedGraph(Untraced, fx.GraphModule):
         return super()._apply(*args, **options)
 
 
-# What runs is compiled already; torch.compile would look into how it is made.
+# A call runs graphs that are made already; torch.compile would trace the code that makes them.
 @functools.partial(torch.compiler.disable, reason=_UNEXPORTED)
 def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
     symbolic = any(isinstance(each, fx.Proxy) for each in (*args, *kwargs.values()))
@@ -174,7 +174,7 @@ def _called(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _exporting() -> bool:
-    """Whether this thread exports something; what another one captures is waited for."""
+    """Whether this thread is exporting. torch's flag is process-wide, so captures of other threads are waited for."""
     if not torch.compiler.is_exporting():
         return False
     with TRACING:
@@ -189,12 +189,15 @@ def _tell(module: Any) -> None:
 
 
 def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:
-    """What stands for the model's modules, in the order of ``model.modules()``, under their names in ``root``.
+    """Makes a stand-in for each of the model's modules, under its names in ``root``.
 
     Args:
-        root: empty.
-        model: it.
-        taken: names that ``root`` needs for something else.
+        root: an empty module, which stands for the model itself.
+        model: the model.
+        taken: names that ``root`` needs for something else; modules without state do not get these.
+
+    Returns:
+        ``root`` and the stand-ins, in the order of ``model.modules()``.
     """
     made: dict[int, nn.Module] = {id(model): root}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -202,17 +205,17 @@ def hierarchy(root: nn.Module, model: nn.Module, taken: Set[str]) -> list[Any]:
             continue
         parent, _, name = path.rpartition(".")
         stands = made.setdefault(id(module), _stand_in(path, module))
-        # A module without state needs no name of its own, where a graph module has another use for that.
+        # A module without state can do without its name, if the graph module uses that itself.
         if parent or name not in taken or any(True for _ in (*module.parameters(), *module.buffers())):
             root.get_submodule(parent)._modules[name] = stands
     return list(made.values())
 
 
 def _stand_in(path: str, module: nn.Module) -> Submodule:
-    """An empty one for a module of the model, at its path, as that was when it was captured."""
+    """An empty stand-in for the model's module at ``path``, with its mode and attributes at the time of capture."""
     found: Any = type(module)
     own = found.__module__.startswith("torch.nn.modules.") and found not in _CONTAINERS
-    # Those of torch's that have several layers, and recurrent ones, do more with their parts than hold them.
+    # The methods of torch's composite and recurrent layers do more with parts than hold them: use a plain Submodule.
     does_more = issubclass(found, nn.RNNBase) or (own and any(True for _ in module.children()))
     does_more |= found.__getattr__ is not nn.Module.__getattr__
     kind: Any = Submodule if does_more else _of_kind(found)
@@ -235,16 +238,16 @@ def _of_kind(layer: Any) -> Any:
     own = {"__doc__": Submodule.__doc__, "__module__": __name__}
     try:
         return type(layer.__name__, (Submodule, layer), own | changing)
-    except Exception:  # noqa: BLE001 - whatever a class asks of those that inherit from it
+    except Exception:  # noqa: BLE001 - a class may ask anything of its subclasses
         return Submodule
 
 
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A container's method, for as long as what it holds is not complete."""
+    """Wraps a container's mutating method: it raises an error once the container is complete (sealed)."""
 
     @functools.wraps(method)
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_sealed", True):  # the whole is, always
+        if getattr(self, "_sealed", True):  # modules without the flag count as sealed
             name = getattr(self, "_path", "") or type(self).__name__
             raise AutotpError(
                 f"{name}.{method.__name__}: the graph cannot follow a container that holds something else. Change the "
@@ -256,10 +259,10 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def index_as(module: nn.Module, kind: type) -> None:
-    """Lets a module be indexed, iterated and measured as the model, if that is one of torch's containers itself.
+    """Makes a module support indexing, iteration and ``len`` as the model does, if the model is one of torch's containers.
 
     Args:
-        module: gets a class of its own for that.
+        module: the module, whose class is replaced by a subclass.
         kind: the model's class.
     """
     methods: dict[str, Any] = {}
@@ -282,7 +285,7 @@ def index_as(module: nn.Module, kind: type) -> None:
 
 
 def attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -> None:
-    """Gives a module of the hierarchy a parameter or buffer, by its name in the model."""
+    """Registers a parameter or buffer in a module hierarchy, by its name in the model."""
     parent, _, name = path.rpartition(".")
     module = root.get_submodule(parent)
     if isinstance(value, nn.Parameter):
@@ -292,13 +295,13 @@ def attach(root: nn.Module, path: str, value: Tensor, persistent: bool = True) -
 
 
 def find(root: nn.Module, path: str) -> Tensor:
-    """A parameter or buffer, by its name in the model."""
+    """Returns a parameter or buffer, by its name in the model."""
     parent, _, name = path.rpartition(".")
     return getattr(root.get_submodule(parent), name)
 
 
 def carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter in another's place, with what scripts attach to one, such as a mark for the optimizer."""
+    """A parameter with new data, and the attributes that scripts set on the old one, such as a mark for the optimizer."""
     made = nn.Parameter(data, parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not hasattr(made, name):
@@ -307,7 +310,7 @@ def carrying(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
 
 
 def bound(rewritten: Rewritten) -> fx.Graph:
-    """The sharded graph with its state read from the module: only the user's inputs stay placeholders."""
+    """The sharded graph that reads its state from the module: only the user's inputs remain placeholders."""
     captured = rewritten.captured
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}

@@ -1,4 +1,4 @@
-"""A scheduled pair of graphs, and how autograd sees them: one forward pass and its backward pass, and gradients apart."""
+"""Runs a pair of scheduled graphs as one autograd function: the forward pass, its backward pass, and disjoint gradients."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from passes.world.whereabouts import Whereabouts
 
 __all__ = ["Compiled", "Disjoint", "Overlap", "Plain", "Runner", "Variant"]
 
-#: Runs one of the two graphs: a list of its inputs, which it empties -> its outputs.
+#: Runs one of the two graphs: a list of its inputs, which it clears -> its outputs.
 Runner = Callable[[list[Any]], Sequence[Any]]
 
-
+#: Runs a sharded graph unscheduled: a seed, and ``Parts`` of its inputs -> its outputs.
 Plain = Callable[[Any, Sequence[Parts]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A variant of a sharded graph.
+    """A variant of a sharded graph, for gradient accumulation.
 
     Attributes:
-        graph: it.
-        waiting: name -> a tensor, or ``Parts``, like it, of the values that it returns behind the outputs, to which
-            gradients come from elsewhere too.
-        take: gives such a value's gradients, of each device of this process, when a backward pass begins; none: there is
-            none.
+        graph: the variant.
+        waiting: name -> an example (a tensor or ``Parts``), for each value that the graph returns after its outputs, and
+            that also has a gradient from outside of the graph.
+        take: returns that gradient of a value, one tensor per device of this process, when a backward pass begins; empty
+            if there is none.
     """
 
     graph: fx.GraphModule
@@ -52,17 +52,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How graphs are overlapped.
+    """How communication and computation of a pair of graphs overlap.
 
     Attributes:
-        durations: of the nodes, predicted; None: nothing is hidden, nodes run in the order of autograd.
+        durations: predicts the durations of nodes; None: nothing is hidden, and nodes run in autograd's order.
         enough: see `passes.overlap.bucket.buckets`; None: collectives are not merged.
-        limits: of the schedule.
+        limits: the limits of the schedule.
         faster: see `passes.overlap.stage.stages`; None: every all_reduce is one collective.
         hiding: see `passes.overlap.bucket.buckets`.
-        smaller: what takes the place of ``enough`` and ``hiding``, one after the other, where messages hold too much.
-        room: of what is traced: bytes that either graph may hold at once; None: there is no limit.
-        compile: whether what lies between collectives is compiled; devices in lockstep run it as it is.
+        smaller: pairs that replace ``enough`` and ``hiding``, in turn, while merged messages exceed the memory limit.
+        room: the memory limit: the bytes that either graph of a traced pair may hold at once; None: no limit.
+        compile: whether the regions between collectives are compiled; devices in lockstep run them uncompiled.
     """
 
     durations: Durations | None = None
@@ -75,9 +75,9 @@ class Overlap:
     compile: bool = False
 
     def decided(self, found: Halves) -> tuple[tuple[Buckets, Buckets], tuple[Stages, Stages]]:
-        """Which collectives of traced graphs are merged, and which then go in stages.
+        """Decides which collectives of the traced graphs are merged, and which all_reduces then go in stages.
 
-        In either graph, they are the largest messages with which a schedule holds no more than it may.
+        Each graph gets the largest messages with which its peak memory, in autograd's order, is within the limit.
         """
         chosen: list[Buckets] = [(), ()]
         tight = [0, 1]
@@ -96,7 +96,7 @@ class Overlap:
         return pair, found.stages(pair, self.faster)
 
     def slots(self, made: Overlapped) -> tuple[list[Slot], list[Slot]]:
-        """When each node of either graph is to run: in the order of autograd where any other would hold too much."""
+        """Schedules both graphs. A graph keeps autograd's order if any other would exceed the memory limit."""
         assert self.durations is not None, "nothing to schedule by"
         room = math.inf if self.room is None else self.room(made.joint)
         return self._slots(made.forward, self.durations, room), self._slots(made.backward, self.durations, room)
@@ -119,11 +119,12 @@ class Compiled:
     """A scheduled pair of graphs, ready to run.
 
     Attributes:
-        graphs: what was scheduled, of this process's device or of the first.
-        forward, backward: run them.
-        without: the backward graph for when some outputs, by their places among those that may have a gradient, have none.
-        plain: the sharded graph as it is, for gradients of gradients: a seed and ``Parts`` of its inputs -> its outputs.
-        whereabouts: of this process.
+        graphs: the scheduled graphs of this process's first device.
+        forward, backward: run these graphs.
+        without: returns the runner of a backward graph for when some gradients are missing, which are given by their
+            places among those of ``Joint.tangents`` and ``Joint.waiting``.
+        plain: runs the sharded graph unscheduled, for gradients of gradients: a seed and ``Parts`` of inputs -> outputs.
+        whereabouts: the whereabouts of this process.
     """
 
     graphs: Overlapped
@@ -134,12 +135,12 @@ class Compiled:
     whereabouts: Whereabouts
 
     def __call__(self, seed: Any, inputs: Sequence[Any], variant: Variant | None = None) -> list[Any]:
-        """The outputs of the sharded graph; gradients flow to the trained inputs.
+        """Runs the forward graph and returns the sharded graph's outputs; gradients flow to the trained inputs.
 
         Args:
-            seed: for random operators.
-            inputs: of the sharded graph; each a tensor, or ``Parts``.
-            variant: what the graphs were made of, if it is no ordinary step.
+            seed: the seed of random operators.
+            inputs: the inputs of the sharded graph, each a tensor or ``Parts``.
+            variant: the variant that the graphs were made from, if any.
         """
         hosted = next((len(value) for value in inputs if isinstance(value, Parts)), 0)
         flat = [part for value in inputs for part in value] if hosted else inputs
@@ -172,10 +173,10 @@ class _Pass(torch.autograd.Function):
             for part in output if isinstance(output, Parts) else [output] * max(hosted, 1):
                 if isinstance(part, Tensor):
                     if i in joint.tangents:
-                        # a view made in here could not be changed in place outside
+                        # a view made in an autograd function cannot be changed in place outside
                         part = part.clone() if part._is_view() or id(part) in given else part
                     else:
-                        # a plain view of what has a gradient would have one, whatever it is marked as
+                        # a view of a tensor that requires a gradient would too, even if marked as non-differentiable
                         part = part.detach() if part._is_view() or id(part) in given else part
                         fixed.append(part)
                     given.add(id(part))
@@ -229,7 +230,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _freed(ctx: Any) -> bool:
-    """Whether what was saved for the backward pass was let go."""
+    """Whether the tensors saved for the backward pass were freed."""
     try:
         return ctx.saved_tensors is None
     except RuntimeError:
@@ -237,7 +238,7 @@ def _freed(ctx: Any) -> bool:
 
 
 def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the inputs, with a graph of their own: of the sharded graph as it is, which is run again."""
+    """Differentiable gradients of the inputs; runs the sharded graph again, unscheduled, to record them."""
     joint, count = ctx.compiled.graphs.joint, max(ctx.hosted, 1)
     assert ctx.saved_tensors is not None, "torch's own error, where they were let go"
     changed = [i for i, (tensor, was) in enumerate(zip(ctx.inputs, ctx.versions, strict=True)) if version(tensor) != was]
@@ -262,29 +263,29 @@ def _differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor
 
 
 class Disjoint:
-    """Memory that tensors have taken: what changes one of several in place must leave the others as they are.
+    """Keeps track of the memory of tensors, so that an in-place change of one leaves the others unchanged.
 
-    Several may lie in one storage, as those do that travelled together. Between a tensor's first and last element all
-    counts as its own.
+    Tensors may share a storage without overlap, as results of a merged collective do. A tensor counts as occupying all
+    memory between its first and last element.
 
     Args:
-        taken: tensors whose memory is nobody else's.
+        taken: tensors whose memory is occupied from the start.
     """
 
     def __init__(self, taken: Iterable[Tensor] = ()) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = {}
-        # These may go meanwhile; while a weak reference is kept, no other storage is taken for theirs.
+        # These tensors may be freed meanwhile; a weak reference keeps their storage's id from being reused.
         self._kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in taken if self._take(tensor)]
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The tensor, which takes its memory, or a copy of it where another has taken some.
+        """Returns the tensor, and counts its memory as occupied; returns a copy if some of it is occupied already.
 
-        The caller keeps it for as long as it asks about others.
+        The caller must keep the result alive while it calls this for other tensors.
         """
         return tensor if self._take(tensor) else tensor.clone()
 
     def _take(self, tensor: Tensor) -> bool:
-        """Takes a tensor's memory, unless another has some of it."""
+        """Counts a tensor's memory as occupied; False if some of it is occupied already."""
         count, size = tensor.numel(), tensor.element_size()  # views may be of other dtypes
         if count == 0:
             return True

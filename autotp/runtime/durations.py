@@ -32,12 +32,12 @@ from passes.torch_internals import tree_leaves
 __all__ = ["enough", "hiding", "how_to_run", "lane_of", "overlap_of", "task_of"]
 
 _aten = torch.ops.aten
-#: Collectives are merged up to so many bytes: joining and parting are copies.
+#: The most bytes of a merged collective, as merging and splitting messages are copies.
 _MOST = 32 * 2**20
 _COPIES = 2
-#: ... or, where that takes too much memory, up to these shares of it.
+#: If merging takes too much memory, these shares of the plan's predicted memory limit it, in turn.
 _SHARES = (2**-3, 2**-6, 2**-9)
-#: Operators that cost as many FLOP as others, which torch counts.
+#: Operators that torch has no FLOP formula for -> operators with the same FLOP, for which it has one.
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
@@ -45,17 +45,17 @@ _COUNTED_AS = {
 
 
 def how_to_run(plan: Plan, schedule: str, *, compile: bool = False) -> Overlap | None:
-    """How the graphs of a plan run under a schedule; None: as autograd runs the sharded graph, which recomputes nothing."""
+    """How a plan's graphs run under a schedule; None: autograd runs the sharded graph, without any recomputation."""
     if overlapping(schedule):
         return replace(overlap_of(plan), compile=compile)
     return Overlap(compile=compile) if plan.recomputed or compile else None
 
 
 def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
-    """How the graphs of a plan are overlapped.
+    """How communication and computation of a plan's graphs overlap.
 
     Args:
-        plan: gives the mesh, the machine's rates, and how much memory there is to spare for joining messages.
+        plan: gives the mesh, the machine's rates, and the memory that merged messages may take.
         merge: whether small collectives are merged.
     """
     prices = Prices(plan.topology, plan.mesh_shape)
@@ -73,11 +73,11 @@ def overlap_of(plan: Plan, *, merge: bool = True) -> Overlap:
 
 
 def room_of(plan: Plan, joint: Joint) -> float:
-    """Bytes that a plan's bound leaves to what its forward or backward graph holds: all but what rests.
+    """Bytes that a plan's memory bound leaves for its forward or backward graph, after the tensors at rest.
 
     Args:
-        plan: says how much a step may take; what is under way before it is needed may add to what it is predicted to take.
-        joint: the graphs' inputs are what rests, parameters with the optimizer's state.
+        plan: gives the memory bound of a step; collectives launched early may add to its predicted memory, up to the bound.
+        joint: the traced graphs. Their inputs are the tensors at rest; to parameters, the optimizer's state is added.
     """
     rests = 0.0
     for number, node in enumerate(itertools.islice(joint.graph.nodes, len(joint.inputs))):
@@ -91,7 +91,7 @@ def room_of(plan: Plan, joint: Joint) -> float:
 
 
 def task_of(node: fx.Node, prices: Prices) -> Task:
-    """Seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
+    """The predicted seconds, lane and bytes of a node of a graph that ``passes.overlap.launch.launches`` made."""
     if node.target is launch:
         collective: Any = note_of(node).collective
         return Task(*_collective(collective, prices), float(collective.meta["val"].nbytes))
@@ -112,14 +112,14 @@ def task_of(node: fx.Node, prices: Prices) -> Task:
 
 
 def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:
-    """Bytes of one device's part from which on a collective is sent by itself.
+    """The size, in bytes of one device's part, from which a collective is not merged with others.
 
     Args:
-        kind, axes: of the collective.
-        total: bytes of one device's parts that such collectives send altogether, in as many messages as are worth their
-            latencies (`costmodel.overlap.MESSAGES`); infinite: unknown, and latency is to be a small share of the time.
-        prices: of the mesh.
-        spare: bytes of memory that joining may take.
+        kind, axes: the kind of collective, and its mesh axes.
+        total: bytes of one device's parts in all such collectives, sent in the number of messages that is worth their
+            latencies (`costmodel.overlap.MESSAGES`); infinite if unknown: latency must then be a small share of the time.
+        prices: the prices of collectives on the mesh.
+        spare: bytes of memory that merging may take.
     """
     factor, most = _factor(kind, axes, prices), _most(kind, axes, prices, spare)
     nothing = float(prices.collective(kind, axes, 1.0)[0])
@@ -135,7 +135,10 @@ def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare
 def hiding(
     kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf
 ) -> tuple[float, float, float]:
-    """Of sending so many bytes of one device's parts: see `passes.overlap.bucket.Hiding` (and `enough`)."""
+    """Seconds of sending ``total`` bytes that computation can hide, seconds of latency, and the most bytes of a message.
+
+    Bytes are those of one device's parts. See `passes.overlap.bucket.Hiding`, and `enough` for the arguments.
+    """
     nothing = float(prices.collective(kind, axes, 1.0)[0])
     alone = float(prices.collective(kind, axes, _factor(kind, axes, prices) * total)[0])
     hidden = (1 - prices.contention(kind, axes)) * max(0.0, alone - nothing)
@@ -143,12 +146,12 @@ def hiding(
 
 
 def _most(kind: str, axes: tuple[int, ...], prices: Prices, spare: float) -> float:
-    """Bytes of one device's part that may travel in one message."""
+    """The most bytes of one device's part in one message."""
     return min(_MOST, spare / _factor(kind, axes, prices) / _COPIES)
 
 
 def _factor(kind: str, axes: tuple[int, ...], prices: Prices) -> int:
-    """How many times as many bytes as a device's part the larger of a collective's tensors has."""
+    """The bytes of a collective's larger tensor (operand or result), as a multiple of one device's part."""
     return math.prod(prices.mesh[a] for a in axes) if kind == "all_gather" else 1
 
 
@@ -165,7 +168,7 @@ def lane_of(axes: tuple[int, ...]) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    # nothing is to be done where the elements are in order already, and all there
+    # these operators have nothing to do if they change neither shape nor strides
     if node.target in (laid_out, in_one_format, within, crop, pad):
         old, new = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
         return bool(new.shape == old.shape and new.stride() == old.stride())
@@ -173,7 +176,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _flop(node: fx.Node) -> tuple[float, tuple[float, float, float] | None]:
-    """FLOP, and m, k, n of a product."""
+    """The FLOP of a node, and (m, k, n) if it is a matrix product."""
     packet = getattr(node.target, "overloadpacket", None)
     count: Callable[..., int] | None = flop_registry.get(_COUNTED_AS.get(packet, packet))  # type: ignore[arg-type]
     if count is None:

@@ -1,4 +1,4 @@
-"""Graphs run node by node, with a hook around each node: for one device, or for all devices of a world in lockstep."""
+"""Runs graphs node by node, with a hook around each node: for one device, or for all devices of a world in lockstep."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from passes.world.world import World
 
 __all__ = ["Hook", "Interpreter", "Lockstep", "execute", "named"]
 
-#: Gives a node's value: (node, what runs it) -> its value.
+#: Wraps the execution of a node: (node, a function that runs it) -> its value.
 Hook = Callable[[fx.Node, Callable[[], Any]], Any]
 
 
 def named(node: fx.Node, run: Callable[[], Any]) -> Any:
-    """A ``Hook`` that tells ``torch.profiler`` of a node's module, or for which operator of which it communicates."""
+    """A ``Hook`` that labels nodes for ``torch.profiler``: with their modules, collectives also with their operators."""
     note = note_of(node)
     place = note.at or str(node.kwargs.get("at", "")) or note.module
     with torch.profiler.record_function(place) if place else nullcontext():
@@ -30,33 +30,33 @@ def named(node: fx.Node, run: Callable[[], Any]) -> Any:
 
 
 class Interpreter(fx.Interpreter):
-    """Runs a graph once, and holds no value longer than the graph does.
+    """Runs a graph once, and holds no value longer than the graph's own code does.
 
     Args:
-        module: has the graph, and the tensors that it reads by name.
-        hook: if any, is called for every node, except for the placeholders of ``boxed_run``.
+        module: the graph module, with the tensors that the graph reads by name.
+        hook: called for every node, except for placeholders in ``boxed_run``; None: nodes run directly.
     """
 
     def __init__(self, module: fx.GraphModule, hook: Hook | None = None) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # errors are the operators' own, as when the graph runs by itself
+        self.extra_traceback = False  # raise operators' errors unchanged, as the graph's own code does
         self.hook = hook
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, as the hook gives it if there is one."""
+        """Runs a node, through the hook if there is one, and returns its value."""
         run = super().run_node
         return run(n) if self.hook is None else self.hook(n, functools.partial(run, n))
 
 
 class Lockstep(Interpreter):
-    """Runs a graph once for all devices of a world: a value is ``Parts``, or the same for all.
+    """Runs a graph once for all devices of a world: a value is ``Parts``, or one value for all devices.
 
     Args:
         module: see ``Interpreter``.
         world: hosts the devices.
         hook: see ``Interpreter``.
-        each: where devices have graphs of their own, a node of the graph -> every device's; they differ in no more than
-            arguments that are not nodes.
+        each: if devices have different graphs: node of this graph -> the corresponding node of every device. These may
+            differ only in arguments that are not nodes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Lockstep(Interpreter):
         self.world, self.each = world, each
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
-        """A node's arguments: ``Parts`` where they are not the same for all devices."""
+        """A node's arguments; ``Parts`` where they differ between devices."""
         if self.each is None:
             return super().fetch_args_kwargs_from_env(n)
         nodes = self.each[n]
@@ -92,7 +92,7 @@ class Lockstep(Interpreter):
         return Parts([super().get_attr(target, args, kwargs)] * len(self.world.hosted))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One call for all devices where the function takes ``Parts``, else one for each."""
+        """Calls a function once for all devices if it takes ``Parts``, else once per device."""
         if is_hosted(target):
             return target(*args, **kwargs)
         if target is operator.getitem and not isinstance(args[0], Parts):
@@ -100,7 +100,7 @@ class Lockstep(Interpreter):
         return self._of_each(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One call for each device."""
+        """Calls a method once per device."""
         return self._of_each(lambda own, *rest, **named: getattr(own, target)(*rest, **named), args, kwargs)
 
     def _of_each(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Parts:

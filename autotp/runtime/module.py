@@ -1,4 +1,4 @@
-"""The module that training code holds: a ``torch.fx.GraphModule`` with the model's own call signature."""
+"""The module that ``parallelize`` returns: a ``torch.fx.GraphModule`` with the model's own call signature."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ from passes.world.seeds import ways_to_draw
 
 __all__ = ["DistributedModule"]
 
-#: What a `DistributedModule` has besides the model's state and its class's attributes.
+#: Attributes of a `DistributedModule` besides the model's state and the attributes of its class.
 _OWN = ("_graph", "_moded", "_owners", "_programs", "meta", "plan")
 
 
 class DistributedModule(Programmed, Sealed, UntracedGraph):
     """This device's part of a model.
 
-    Parameters are ``DTensor`` under the model's own names, so optimizers, ``clip_grad_norm_``, whole state dicts and
-    ``torch.distributed.checkpoint`` work as they are. Calling it takes the model's arguments (the global batch, on every
-    device, plain or as a ``DTensor``) and returns the model's output structure; gradients arrive reduced. A call in another
-    mode, without gradients, or with other inputs than the example runs a program of its own (``programs``), over the same
-    parameters. ``plan`` is the first one's. Its graph is that one's sharded graph; with overlap, what a call runs is that
-    graph's scheduled forward and backward graphs.
+    Parameters are ``DTensor``s under the model's own names, so optimizers, ``clip_grad_norm_``, full state dicts and
+    ``torch.distributed.checkpoint`` work unchanged. A call takes the model's arguments (by default the global batch on
+    every device, as tensors or ``DTensor``s) and returns the model's output structure; gradients are reduced. A call in
+    another mode, without gradients, or with other inputs than the example runs a program of its own (see ``programs``)
+    with the same parameters. ``plan`` and the sharded graph are those of the first program; with overlap, calls run the
+    scheduled forward and backward graphs made from the sharded graph.
     """
 
     plan: Plan
@@ -137,7 +137,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         self.training = model.training
         self._programs = programs
         self._moded = [self, *modules[1:]]
-        # Finding each by its path at every step would take longer than all that is done with them.
+        # Cached, as finding each by its path at every step would take longer than all that is done with them.
         self._owners = {name: self._owner(name) for name in named_state(self)}
         self._stand_for(model)
         index_as(self, self._kind)
@@ -150,7 +150,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
 
     @property
     def batch_rank(self) -> int:
-        """Which of the plan's ``batch_ways`` parts of the batch is this rank's, as ``inputs='local'`` takes it."""
+        """The index of this rank's part of the batch, among the plan's ``batch_ways`` parts, for ``inputs='local'``."""
         world: Any = self.get_submodule(WORLD)
         (at,), found = world.hosted, 0
         for axis in map(self.plan.mesh_axes.index, self.plan.batch_axes):
@@ -161,14 +161,14 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         """A sampler for ``DataLoader`` that gives this rank its part of every batch, for ``inputs='local'``.
 
         Args:
-            dataset: with a length.
+            dataset: a dataset with a length.
             options: ``shuffle``, ``seed`` and ``drop_last`` of ``torch.utils.data.DistributedSampler``.
         """
         require(dataset, Sized, "the dataset", "one with a length")
         return DistributedSampler(dataset, self.plan.batch_ways, self.batch_rank, **options)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward pass of the model, with the model's own arguments and output structure."""
+        """Runs one forward pass, with the model's own arguments and output structure."""
         programs, given = self._programs, tree_leaves((args, kwargs))
         key, inputs = programs.key(self._moded, args, kwargs)
         plain = [not isinstance(each, DTensor) for each in inputs]
@@ -206,13 +206,13 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
                 values = functools.partial(self._values, program, parameters, inputs, scheduled=scheduled)
                 programs.monitor.check(program, values, results, functools.partial(self._gradients, program))
             show(captured.observed, self._moded, outputs)
-            for each in captured.changed:  # what another program has left there
+            for each in captured.changed:  # remove what another program has left there
                 if not _TAKEN.has(each):
                     vars(self._moded[each.index]).pop(each.name, None)
             return captured.answer(self._moded, outputs)
 
     def _given(self, leaf: Any) -> Any:
-        """What a call passes, where that is a ``DTensor``: as this rank would pass it without."""
+        """Converts an argument that is a ``DTensor`` to the plain tensor that this rank would pass in its place."""
         if not isinstance(leaf, DTensor):
             return leaf
         world: Any = self.get_submodule(WORLD)
@@ -223,7 +223,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         return take(leaf.full_tensor(), layout, world.mesh_shape, world.hosted[0])
 
     def _returned(self, program: Program, number: int, value: Any, joined: Joined | None) -> Any:
-        """An output as the caller gets it."""
+        """Converts an output of the graph to what the caller gets: this rank's rows, a ``DTensor`` or the value itself."""
         if number in program.rewritten.sharding.rows:
             return own_rows(value, self._programs.ways, joined, self._programs.world, self._programs.split)
         layout = program.rewritten.returned(number)
@@ -235,21 +235,21 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         return DTensor.from_local(value, mesh, layout, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As a module's own: of what this or another distributed module's ``state_dict()`` gave.
+        """Like ``nn.Module.load_state_dict``, for the ``state_dict()`` of this or another distributed module.
 
         Raises:
-            AutotpError: it has plain tensors for parameters that rest in parts.
+            AutotpError: it has plain tensors for parameters that are ``DTensor``s, or ``DTensor``s on another mesh.
         """
         if isinstance(state_dict, Mapping):
             require_parts(self, state_dict, "", {"assign_to_params_buffers": assign})
         return super().load_state_dict(state_dict, strict, assign)
 
     def __str__(self) -> str:
-        """The modules, as the model shows them; ``code`` and ``print_readable()`` show the sharded graph."""
+        """The module hierarchy, shown like the model's; ``code`` and ``print_readable()`` show the sharded graph."""
         return nn.Module.__repr__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
-        """A module of the same plan with parameters and buffers of its own; it shares the groups and the schedules."""
+        """Copies the module, with its parameters and buffers; plans, process groups and schedules are shared."""
         made: Any = DistributedModule.__new__(DistributedModule)
         memo[id(self._programs)] = self._programs.anew()
         shared = (self.get_submodule(WORLD), self.plan, self._changed)
@@ -262,7 +262,7 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         return made
 
     def _own_parameters(self, program: Program) -> dict[str, Any]:
-        """The parameters of a sharded graph's placeholders, which rest as the plan says."""
+        """Placeholder of a program's graph -> its parameter; checks that each is a ``DTensor`` in the plan's layout."""
         found: dict[str, Any] = {}
         for name, fqn in program.captured.parameters.items():
             owner, own = self._owners[fqn]
@@ -278,17 +278,17 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
         return self.get_submodule(parent), name
 
     def _stateful(self, path: str) -> Tensor:
-        """A parameter or buffer."""
+        """Returns a parameter or buffer, by its path."""
         owner, own = self._owners[path]
         found: Any = owner._parameters.get(own) if own in owner._parameters else owner._buffers[own]
         return found
 
     @contextmanager
     def recording(self) -> Iterator[list[Event]]:
-        """Notes when every node of the scheduled graphs runs on this rank; see `autotp.analysis.trace`.
+        """Records when each node of the scheduled graphs runs on this rank; see `autotp.analysis.trace`.
 
         Raises:
-            AutotpError: nothing was scheduled yet, or nothing can be.
+            AutotpError: no graph has been scheduled yet, or none can be.
         """
         made = [(each.schedules.known, key) for each in self.programs if each.schedules for key in each.schedules.known]
         before = [(known, key, known[key]) for known, key in made if known[key] is not None]
@@ -305,17 +305,17 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
                     known[key] = each
 
     def _parts(self, program: Program, parameters: Mapping[str, Any], *, disjoint: bool = False) -> dict[str, Tensor]:
-        """This device's parts of the parameters; their gradients become the parameters'."""
+        """Placeholder -> this device's part of the parameter; gradients of parts flow to the parameters."""
         values: dict[str, Tensor] = {name: local_tensor(parameter) for name, parameter in parameters.items()}
         if not torch.is_grad_enabled():
             return values
         names = {name: program.captured.parameters[name] for name, each in parameters.items() if each.requires_grad}
-        if not disjoint:  # apart, so that each sees whether another has its gradient too
+        if not disjoint:  # one by one, so that each detects whether its gradient is shared
             return values | {name: local_part(parameters[name], fqn) for name, fqn in names.items()}
         return values | dict(zip(names, local_parts([*names.values()], [parameters[name] for name in names]), strict=True))
 
     def _gradients(self, program: Program) -> dict[str, tuple[Tensor, Layout]]:
-        """This device's parts of the parameters' gradients, by name, and their layouts."""
+        """Parameter name -> this device's part of its gradient, and the gradient's layout."""
         named = {program.captured.parameters[name]: each for name, each in self._own_parameters(program).items()}
         found = {name: each.grad for name, each in named.items() if each.grad is not None}
         return {name: (local_tensor(grad), grad.placements) for name, grad in found.items()}
@@ -323,19 +323,19 @@ class DistributedModule(Programmed, Sealed, UntracedGraph):
     def _values(
         self, program: Program, parameters: Mapping[str, Any], inputs: Sequence[Any], *, scheduled: bool
     ) -> dict[str, Tensor]:
-        """This device's part of what each placeholder of the sharded graph stands for."""
+        """Placeholder of the sharded graph -> this device's part of its value."""
         captured, values = program.captured, self._parts(program, parameters, disjoint=scheduled)
         for name, fqn in captured.buffers.items():
             values[name] = held_part(self._stateful(fqn))
-        # Graphs are made for strides too, and all ranks must agree about when a new one is needed.
+        # Schedules are made for strides too, and all ranks must need a new one in the same call.
         given = [value.contiguous() for value in inputs] if scheduled else inputs
         values |= program.constants | dict(zip(captured.inputs, given, strict=True))
-        # What the step updates may be saved for the backward pass as it was.
+        # The old values of what the step updates may be saved for the backward pass.
         return values | {name: values[name].clone() for name in captured.mutations}
 
 
 def _foreign(name: str, parameter: Any, layout: Layout, plan: Plan) -> str:
-    """Why a parameter is not one of the plan's."""
+    """The error message for a parameter that does not rest as the plan says."""
     if parameter is None:
         return f"parameter {name} is gone, as pruning takes one away: do that to the model, before it is distributed"
     found = describe(parameter.placements, plan.mesh_axes) if isinstance(parameter, DTensor) else "a plain tensor"

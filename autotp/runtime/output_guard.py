@@ -1,9 +1,10 @@
-"""Outputs that other outputs are made of, or show.
+"""Relations between outputs: views of other outputs, and outputs that are computed from others.
 
-An output that is a view of another, or the same tensor, is made anew from that one, so that whoever changes one changes
-both. All else lies apart: a model's hidden states are on the way to its loss, and a hook on one, or ``retain_grad``, sees
-everything that flows through it. The outputs of a distributed module lie side by side, each made whole by itself, so what
-flows from one output into another is not seen there. Asking for it is an error, rather than a wrong number.
+An output that is a view of another, or the same tensor, is recreated from that one, so that an in-place change of one
+changes both. All other outputs are independent in autograd. A model's hidden states lie on the path to its loss, and a hook
+or ``retain_grad`` on one sees the whole gradient. A distributed module gathers each output by itself, so a hook on one
+misses the gradient that comes from outputs computed from it. Asking for it raises an error, rather than giving a wrong
+number.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from passes.torch_internals import has_gradient_hooks, storage_id, tree_map
 
 __all__ = ["Relations"]
 
-#: Number of an output -> that of the one that it is a view of, and the operators that make the view, in order.
+#: Number of an output -> the number of the output that it is a view of, and the operators that make the view, in order.
 Views = Mapping[int, tuple[int, tuple[fx.Node, ...]]]
-#: Number of an output -> those of others that are made of it.
+#: Number of an output -> the numbers of the outputs that are computed from it.
 Flows = Mapping[int, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """What the outputs of a graph have to do with each other.
+    """How the outputs of a graph depend on each other.
 
     Attributes:
-        graph: as captured.
-        views: the outputs that are views of others, or the same tensor as one before.
-        made_of: see `made_of`, where the graph is scheduled.
-        made_apart: where it runs as it is: it hands on what comes to an output that needs no gathering.
+        graph: the captured graph.
+        views: the outputs that are views of others, or the same tensor as an earlier one.
+        made_of: the outputs that are computed from others (see `made_of`), if the graph is scheduled.
+        made_apart: the same if it is not scheduled: gradients then flow through outputs that need no gathering.
     """
 
     graph: fx.Graph
@@ -49,20 +50,20 @@ class Relations:
 
     @classmethod
     def of(cls, captured: Captured, sharded: fx.Graph, rows: Collection[int], apart: Collection[int]) -> Relations:
-        """The relations of a graph's outputs.
+        """Determines the relations of a graph's outputs.
 
         Args:
-            captured: the graph.
-            sharded: it, sharded.
-            rows: numbers of those of which ranks return their own rows.
-            apart: numbers of those that stay sharded.
+            captured: the captured graph.
+            sharded: the sharded graph.
+            rows: numbers of the outputs of which each rank returns its own rows.
+            apart: numbers of the outputs that stay sharded.
         """
         graph, count = captured.graph_module.graph, captured.returned
         leaves: Any = graph.output_node().args[0]
         parts: Any = sharded.output_node().args[0]
         views = _views(graph, {*rows, *apart, *range(count, len(leaves))})
         through = {i: others for i, others in made_of(parts[:count]).items() if i not in rows}
-        # An output that stays sharded counts as the tensor that it shows.
+        # An output that may stay sharded is an alias (see `stays`), and counts as the tensor that it aliases.
         flows = made_of([leaf.args[0] if stays(leaf) else leaf for leaf in leaves[:count]])
         flows = {
             i: frozenset(
@@ -75,13 +76,13 @@ class Relations:
         return cls(graph, views, flows, {i: others - through.get(i, frozenset()) for i, others in flows.items()})
 
     def between(self, outputs: Sequence[Any], said: Callable[[int], str], *, scheduled: bool) -> list[Any]:
-        """The outputs of a call, guarded (see `guard`), which lie in memory as the model's do for the example inputs; those
-        that are views are made from what they are views of.
+        """Returns a call's outputs, guarded (see `guard`): dims in memory as the model's are for the example inputs, and
+        views recreated from the outputs that they are views of.
 
         Args:
-            outputs: flat.
-            said: number of an output -> what it is.
-            scheduled: whether they are of a scheduled graph.
+            outputs: the graph's outputs, flat.
+            said: number of an output -> its description, for messages.
+            scheduled: whether a scheduled graph ran.
         """
         leaves: Any = self.graph.output_node().args[0]
         found = [
@@ -90,7 +91,7 @@ class Relations:
         ]
         for i, (base, chain) in self.views.items():
             value = found[base]
-            if value.stride() == leaves[base].meta["val"].stride():  # else what is a view there may be a copy here
+            if value.stride() == leaves[base].meta["val"].stride():  # with other strides, a view may be a copy
                 for node in chain:
                     args: Any = tree_map(lambda leaf, shown=value: shown if isinstance(leaf, fx.Node) else leaf, node.args)
                     value = node.target(*args, **node.kwargs)  # type: ignore[operator]
@@ -126,16 +127,16 @@ def _aliases(node: fx.Node, source: fx.Node) -> bool:
 
 
 def guard(outputs: Sequence[Any], others: Flows, said: Callable[[int], str]) -> None:
-    """Lets the backward pass check that gradients are no batches of some, which `torch.vmap` maps, and whether the user
-    reads the gradient of an output from which others are computed.
+    """Registers checks for the backward pass: gradients must not be batched by `torch.vmap`, and the user must not observe
+    the gradient of an output from which others are computed.
 
     Args:
-        outputs: of a call, flat.
-        others: as ``made_of`` gives it.
-        said: number of an output -> what it is.
+        outputs: the outputs of a call, flat.
+        others: see ``made_of``.
+        said: number of an output -> its description, for messages.
 
     Raises:
-        AutotpError: in the backward pass.
+        AutotpError: in the backward pass, if a check fails.
     """
     watched: dict[Any, list[tuple[int, int, int, weakref.ref[Tensor]]]] = defaultdict(list)
     for i, dependents in others.items():

@@ -1,4 +1,4 @@
-"""``parallelize``: an unmodified model becomes this process's part of a distributed one."""
+"""``parallelize``: turns an unmodified model into this process's part of a distributed module."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = ["parallelize"]
 
 _log = logging.getLogger("autotp.compile")
 
-#: Arguments in which ranks may differ: rank 0 has the plan, and the rest is checked with the graphs.
+#: Arguments that may differ between ranks: rank 0 makes the plan, and the ranks' graphs are compared.
 _OWN = ("model", "topology", "args", "kwargs", "initialise")
-#: Attribute of a parameter that a distributed module has another for: its id, which no copy of it has, and its model's.
+#: Attribute of a parameter that a distributed module has replaced: its id, which tells it from copies, and its model's id.
 _REPLACED = "_autotp_replaced"
 
 
@@ -79,59 +79,58 @@ def parallelize(
 ) -> fx.GraphModule:
     """Distributes ``model`` over the processes that torchrun started.
 
-    Rank 0 plans; every rank receives that plan, builds its graph and verifies that all hold the same one.
+    Rank 0 makes the plan; every rank receives it, builds its graph and verifies that all ranks hold the same plan.
 
     Args:
-        model: any module that ``torch.export`` takes, unmodified; it may be on ``meta``.
+        model: any module that ``torch.export`` can export, unmodified; it may be on ``meta``.
         topology: the machine; by default the plan's, or ``Topology.local()``.
         args, kwargs: example inputs of the global batch, the same on every rank, plain or as a ``DTensor``.
-        plan: a plan made before; left out, one is made with the options that follow.
+        plan: an existing plan; by default, one is made with the options that follow.
         strategy, mesh, mode, memory, optimizer, accumulate, panels, chunks, constraints, precision, gap: see
             `autotp.plans.options.Options`.
         recompute, reshard_after_forward: see there.
-        inputs: what each call is given: ``global``, the whole batch on every rank, ``local``, this rank's part of it (dim
-            0, split by the mesh axes that the plan splits the batch over), or ``uneven``, a part that may have another
-            number of rows on each rank, or none: every call then begins with an exchange of sizes, and where these differ,
-            the ranks are given all rows and run the program of the whole batch. Tensors whose dim 0 is not as long as
-            that of the first one, nor a multiple of it, are no parts: all ranks give the same. With parts, outputs whose
-            dim 0 is the batch come back as this rank's rows, and what ranks compute from theirs is averaged in the backward
-            pass, as FSDP2 does; all other outputs, such as a loss, are those of the whole batch.
-        schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives are under way while something is
-            computed; ``none`` runs the sharded graph as autograd does. Left out, it is the one that ``plan`` was made for;
-            without a plan, ``overlap``.
-        compile: whether what lies between collectives is compiled by torch's Inductor when a schedule is made, in the first
-            call of its kind; where there is no compiler, all runs in eager mode, and a warning says why. Left out, as
-            ``plan`` was made for; without a plan, it is not.
-        initialise: fills in a module's own parameters and buffers, for models on ``meta``.
-        max_programs: how many programs the module may have: a call in another mode, without gradients or with other inputs
-            makes one when it first happens, over the same parameters (see ``DistributedModule.programs``).
-        outputs: ``whole`` (rows, with ``inputs="local"``), or ``dtensor``: what the module returns is a ``DTensor`` in the
-            layout that the planner chose, so that a loss outside the model, on a part of the logits, gathers nothing. Left
-            out, as ``plan`` was made for; without a plan, ``whole``.
+        inputs: what each rank passes in a call. ``global``: the whole batch. ``local``: its part of the batch (dim 0, split
+            over the mesh axes over which the plan splits the batch). ``uneven``: a part with any number of rows, or none.
+            Every call then begins with an exchange of sizes; if they differ, the ranks gather all rows and run the program
+            of the whole batch. A tensor whose dim 0 is neither as long as that of the first tensor nor a multiple of it is
+            not split: all ranks pass the same. With ``local`` and ``uneven``, outputs whose dim 0 is the batch are returned
+            as this rank's rows, and the backward pass averages over what ranks compute from their rows, as FSDP2 does; all
+            other outputs, such as a loss, are those of the whole batch.
+        schedule: ``overlap`` runs scheduled forward and backward graphs, whose collectives overlap with computation;
+            ``none`` runs the sharded graph as autograd does. By default, the schedule that ``plan`` was made for; without a
+            plan, ``overlap``.
+        compile: whether torch's Inductor compiles the regions between collectives when a schedule is made, in the first
+            call of its kind. If there is no compiler, everything runs in eager mode, and a warning says why. By default, as
+            ``plan`` was made for; without a plan, false.
+        initialise: a function that initialises the own parameters and buffers of a given module, for models on ``meta``.
+        max_programs: the most programs that the module may have. A call in another mode, without gradients or with other
+            inputs makes one when it first occurs, with the same parameters (see ``DistributedModule.programs``).
+        outputs: ``whole`` (this rank's rows, with ``inputs="local"``), or ``dtensor``: outputs are ``DTensor``s in the
+            layouts that the planner chose, so that a loss outside the model can be computed on sharded logits without a
+            gather. By default, as ``plan`` was made for; without a plan, ``whole``.
         observe: names of modules inside the model, or shell-style patterns that match names part by part, such as
             ``["blocks.*"]``. Forward hooks registered on them are called after every forward pass, in the order of the
-            model's calls, with ``DTensor``s in the layouts that the planner chose. Left out, as ``plan`` was made for;
+            model's calls, with ``DTensor``s in the layouts that the planner chose. By default, as ``plan`` was made for;
             without a plan, none.
-        broadcast: take rank 0's parameters and buffers. If false, ranks whose values differ are an error.
-        dropout: how random operators draw from torch's own generator, where it stands on rank 0: ``sharded``, each part its
-            own numbers, or ``as-single``, in whose place every device draws the whole tensor as the model itself would in
-            one process, and takes its part.
-        debug: check in every call, not only in a program's first, that ranks were given inputs that belong together; and
-            the numbers of every pass: that ranks which should hold the same do, and that outputs and gradients are no NaN.
-            The error names the first operator that goes wrong.
+        broadcast: whether all ranks take rank 0's parameters and buffers; if false, different values are an error.
+        dropout: how random operators draw from torch's generator, in rank 0's state. ``sharded``: each part of a tensor
+            draws its own numbers. ``as-single``: every device draws the whole tensor, as the model itself would in one
+            process, and takes its part.
+        debug: whether to check in every call, not only in a program's first, that the ranks' inputs belong together, and
+            the numbers of every pass: values that ranks should hold alike must be equal, outputs not NaN, and gradients
+            finite. The error names the first operator that goes wrong.
 
     Returns:
-        A ``torch.fx.GraphModule`` with the model's call signature: ``loss.backward(); optimizer.step()`` is all there is.
+        A ``torch.fx.GraphModule`` with the model's call signature; train it with ``loss.backward(); optimizer.step()``.
 
     Raises:
         AutotpError: on every rank, when an argument is wrong or no plan fits.
         PlanMismatchError: when the plan is not for this model or this number of processes; or on every rank, when ranks
-            have other options than rank 0 (not counting ``topology``, which is rank 0's), or froze others of the model's
-            parameters.
+            have other options than rank 0 (except ``topology``, of which rank 0's is used) or other frozen parameters.
     """
     same = {name: value for name, value in locals().items() if name not in _OWN}
     same |= {"strategy": strategy.name if isinstance(strategy, Family) else strategy, "plan": getattr(plan, "hash", plan)}
-    with suppress(Exception):  # what is wrong with a model is an error on all ranks, once they have met
+    with suppress(Exception):  # errors of the model are raised on all ranks, once they have joined
         same |= {f"requires_grad of {name}": parameter.requires_grad for name, parameter in model.named_parameters()}
     with everywhere("cannot parallelize", _join):
         require(model, nn.Module, "the model", "an instance of torch.nn.Module")
@@ -240,7 +239,7 @@ def parallelize(
 
 @functools.cache
 def _distributed() -> weakref.WeakKeyDictionary[nn.Module, int]:
-    """Distributed module -> the id of the model that it was made of."""
+    """Distributed module -> the id of the model that it was made from."""
     return weakref.WeakKeyDictionary()
 
 
@@ -254,11 +253,11 @@ def _join() -> None:
 
 
 def _kind_of_device(model: nn.Module) -> str:
-    """Where the module runs: on GPUs if the processes' library is for these, or if the model is there.
+    """The type of device on which the module runs: ``cuda`` if the backend is NCCL or the model is on a GPU, else ``cpu``.
 
     Raises:
-        AutotpError: several processes would exchange what is on GPUs by gloo, most of whose collectives do not check where
-            a tensor is, and end the process.
+        AutotpError: several processes would exchange tensors on GPUs over gloo, most of whose collectives do not check a
+            tensor's device, and crash the process.
     """
     there = any(tensor.device.type == "cuda" for tensor in itertools.chain(model.parameters(), model.buffers()))
     backend = str(dist.get_backend())
@@ -283,10 +282,10 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 @functools.cache
 def _sound_optimizers() -> weakref.WeakKeyDictionary[Optimizer, int]:
-    """The optimizers that need no look until they have more parameters; from the first call on, each has one in its step.
+    """Optimizer -> its number of parameters when it passed the check; it is checked again when that number changes.
 
-    Those of parameters that a distributed module has others for would train nothing, in silence. Where the model is
-    trained too, on its own, they have gradients.
+    The first call registers a hook that checks every optimizer in its step. An optimizer of parameters that a distributed
+    module has replaced would train nothing, without an error. If they have gradients, the model is trained too, on its own.
     """
     sound = weakref.WeakKeyDictionary[Optimizer, int]()
 
@@ -334,7 +333,7 @@ def _planned(captured: Captured, topology: Topology | str | os.PathLike[str] | N
 
 
 def _for_all_processes(plan: Plan, topology: Topology | str | os.PathLike[str] | None) -> Plan:
-    """The plan, if it is for the machine, where that is given, and as many processes run as it has devices."""
+    """Returns the plan, if it is for ``topology`` (if given), and for as many devices as processes run; else raises."""
     devices = dist.get_world_size()
     if topology is not None and (given := machine_of(topology)) != plan.topology:
         one, other = (f"{each.name!r} of {each.devices} devices" for each in (given, plan.topology))

@@ -22,20 +22,20 @@ __all__ = ["Event", "event_of", "recorded"]
 
 
 class Event(dict[str, Any]):
-    """One complete event: name, category, lane, begin and seconds."""
+    """The event of a node: name, operator, part (``forward`` or ``backward``), lane, begin, and seconds that it takes."""
 
 
 def event_of(node: fx.Node, part: str, lane: str, begin: float, seconds: float) -> Event:
-    """The event of a node."""
+    """The event of a node, which begins at ``begin``, in seconds, and takes ``seconds``."""
     return Event(name=node.name, operator=called(node), part=part, lane=lane, begin=begin, seconds=seconds)
 
 
 @contextmanager
 def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
-    """Graphs that note when each node begins and ends on this rank.
+    """Yields the graphs with recording: each node that runs on this rank adds an event to ``events``.
 
-    Computing is timed where it is called, which on a CPU is where it runs. A collective lasts from its launch to the
-    moment at which its last message has arrived.
+    Computation is timed by the host's call, which on a CPU is its execution. A collective lasts from its launch until its
+    last message has arrived.
     """
 
     def without(missing: frozenset[int]) -> Runner:
@@ -46,7 +46,7 @@ def recorded(compiled: Compiled, events: list[Event]) -> Iterator[Compiled]:
 
 
 def _timed(runner: Runner, part: str, events: list[Event]) -> Runner:
-    """Runs a scheduled graph node by node, noting times."""
+    """Returns a runner that executes a scheduled graph node by node, and records their times."""
     assert isinstance(runner, Arranged)
     module = runner.module
 
@@ -72,7 +72,7 @@ def _noting(part: str, events: list[Event]) -> Hook:
 
 
 def _watch(node: fx.Node, part: str, launched: Any, begin: float, events: list[Event]) -> None:
-    """Notes a collective, and how long it took once it is done."""
+    """Adds the event of a collective, and sets its duration when the collective is done."""
     traced: Any = note_of(node).collective
     event = event_of(node, part, lane_of(axes_of(traced.target, traced.args)), begin, 0.0)
     events.append(event)

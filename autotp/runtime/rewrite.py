@@ -1,4 +1,4 @@
-"""From a model and a plan to the graph that every device runs."""
+"""Shards a model's graph by a plan: the result is the graph that every device runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ __all__ = ["Rewritten", "apply", "batch_of", "checked", "panelled", "parts_of", 
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A sharded graph with what it was made from.
+    """A sharded graph, and what it was made from.
 
     Attributes:
-        captured, sharding: what it was made from.
-        graph_module: it.
-        chunks: sizes of its virtual axes.
+        captured: the captured graph.
+        sharding: how it was sharded.
+        graph_module: the sharded graph.
+        chunks: sizes of its virtual axes, one per kind of chunks.
     """
 
     captured: Captured
@@ -50,18 +51,18 @@ class Rewritten:
 
     @property
     def ways(self) -> int:
-        """In how many parts each device is given the inputs."""
+        """The number of parts into which the batch is split; each device is given one."""
         return math.prod(self.sharding.mesh[axis] for axis in self.sharding.split)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of what each device is given as inputs, in their order."""
+        """The shapes of the inputs that each device is given, in order."""
         given, mesh = self.captured.placeholders, self.sharding.mesh
         return [local_shape(tuple(given[name].shape), self.resting(name), mesh) for name in self.captured.inputs]
 
     @property
     def even(self) -> bool:
-        """Whether every tensor's parts have one shape on all devices, so that all of them have one graph."""
+        """Whether every tensor's parts have the same shape on all devices, so that all devices share one graph."""
         return next(uneven(self.captured.graph_module.graph, self.sharding), None) is None
 
     @property
@@ -75,14 +76,14 @@ class Rewritten:
         return whole_layout(len(self.sharding.mesh))
 
     def returned(self, number: int) -> Layout | None:
-        """The layout of an output of the graph, a tensor; None if it is brought whole to every device."""
+        """The layout in which an output of the graph, a tensor, stays sharded; None if it does not."""
         leaves: Any = self.captured.graph_module.graph.output_node().args[0]
         kept = self.sharding.kept and stays(leaves[number])
         return self.sharding.strategies[leaves[number].name].results[0] if kept else None
 
     @property
     def placed(self) -> dict[str, Layout]:
-        """Name of a parameter, or of a cache -> the layout in which it rests."""
+        """Name of a parameter or cache -> the layout in which it rests."""
         state, layouts = {**self.captured.parameters, **self.captured.buffers}, self.sharding.resting
         return {fqn: layouts[name] for name, fqn in state.items() if name in layouts}
 
@@ -115,12 +116,17 @@ def apply(
     Args:
         captured: the graph.
         plan: a plan for it.
-        split: the mesh axes that split dim 0 of what each device is given as inputs, and of the outputs whose dim 0 is the
-            batch; None: as the plan splits the batch.
-        parts: for every input whether devices are given parts of it; left out, as `parts_of` says.
-        rows: numbers of the outputs whose dim 0 is the batch, where they are known; left out, as rules follow it.
-        kept: whether outputs that may stay in the plan's layouts do so; all are brought whole to every device otherwise.
-        joined: whether ranks have joined their parts of the batch, and take theirs of outputs whose dim 0 is the batch.
+        split: the mesh axes that split dim 0 of the inputs that devices are given, and of the outputs whose dim 0 is the
+            batch; None: the axes over which the plan splits the batch.
+        parts: for every input, whether devices are given parts of it; by default, see `parts_of`.
+        rows: numbers of the outputs whose dim 0 is the batch, if known; by default, derived from the operators' rules.
+        kept: whether outputs that may stay in the plan's layouts do so; otherwise, all are gathered on every device.
+        joined: whether ranks have gathered their parts of the batch, and take their own rows of outputs whose dim 0 is the
+            batch.
+
+    Raises:
+        PlanMismatchError: see ``checked``.
+        AutotpError: see there, or an input cannot be split, or the plan has both panels and chunks.
     """
     operators, chosen, resting = checked(captured, plan)
     panels, found = panelled(plan, operators, chosen, resting)
@@ -158,10 +164,10 @@ def apply(
 def panelled(
     plan: Plan, operators: Mapping[fx.Node, Operator], chosen: Mapping[str, Strategy], resting: Mapping[str, Layout]
 ) -> tuple[Mapping[str, int], Sequence[Loop]]:
-    """The plan's panels by operator, and the loops of the graph, if there are any.
+    """Operator -> its number of panels in the plan, and the graph's possible loops over panels; both empty without panels.
 
     Raises:
-        PlanMismatchError: an operator cannot have its panels.
+        PlanMismatchError: an operator cannot have the plan's number of panels.
     """
     panels = {op.name: op.panels for op in plan.operators if op.panels > 1}
     if not panels:
@@ -175,11 +181,11 @@ def panelled(
 
 
 def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator], dict[str, Strategy], dict[str, Layout]]:
-    """The analysis of a captured graph, and the plan's strategies and resting layouts for it.
+    """Checks a plan against a captured graph. Returns the graph's operators, and the plan's strategies and resting layouts.
 
     Raises:
         PlanMismatchError: the plan was made for another model or other inputs.
-        AutotpError: the plan contradicts itself, or one of both is something else.
+        AutotpError: the plan is inconsistent, or an argument has the wrong type.
     """
     require(captured, Captured, "the model", "what passes.capture.capture returns")
     require_plan(plan)
@@ -194,7 +200,7 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
     strange = rows ^ {(node.name, name_of(node), note_of(node).module) for node in operators}
     if strange:
         raise PlanMismatchError(f"the plan has not the model's operators ({shown(min(strange)[0])}); make a new plan")
-    # Plans of an earlier program say where caches rest that this one only reads.
+    # The plan may have layouts of caches of an earlier program, which this one only reads.
     known = {*captured.parameters.values(), *captured.unused}
     others = known - plan.layouts.keys() | (plan.layouts.keys() - known - {*captured.buffers.values()})
     if others:
@@ -205,7 +211,7 @@ def checked(captured: Captured, plan: Plan) -> tuple[Mapping[fx.Node, Operator],
 def _sharded(
     captured: Captured, operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: Mapping[str, int]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """The sharded graph, with the chunks of every device as nodes of their own, and how many of each kind there are."""
+    """The sharded graph, with every device's chunks unrolled into nodes, and the number of chunks of each kind."""
     made = in_chunks(captured.graph_module.graph, operators, sharding, captured.inputs, chunks)
     virtual = tuple(made.counts.values())
     sharded = shard(captured.graph_module, operators, made.sharding, captured.mutations)
@@ -217,12 +223,12 @@ def _sharded(
 
 
 def batch_of(shapes: Sequence[tuple[int, ...]]) -> int:
-    """How long the batch is: as dim 0 of the first input that has one."""
+    """The length of the batch: dim 0 of the first input that has dims; 0 if none has."""
     return next((shape[0] for shape in shapes if shape), 0)
 
 
 def parts_of(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
-    """For every input whether it is a part of a batch: one that is as long as the first, or several times as long."""
+    """For every input, whether it is a part of the batch: its dim 0 is as long as the batch (`batch_of`), or a multiple."""
     batch = batch_of(shapes)
     return tuple(bool(shape) and (shape[0] == batch or 0 < batch < shape[0] and shape[0] % batch == 0) for shape in shapes)
 
@@ -230,7 +236,7 @@ def parts_of(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
 def _input_layouts(
     captured: Captured, parts: Sequence[str], axes: Sequence[int], mesh: tuple[int, ...]
 ) -> dict[str, Layout]:
-    """Dim 0 of the inputs that are parts of a batch, split by some axes."""
+    """The layouts of the inputs that are parts of the batch: dim 0 sharded over ``axes``. Empty if there is one part."""
     layout = tuple(place(0) if axis in axes else Replicate() for axis in range(len(mesh)))
     ways = math.prod(mesh[axis] for axis in axes)
     if ways == 1:
@@ -246,7 +252,7 @@ def _input_layouts(
 
 
 def _rows(captured: Captured, parts: Sequence[str], operators: Mapping[fx.Node, Operator]) -> frozenset[int]:
-    """Numbers of the outputs whose dim 0 is the batch, as far as rules follow it from dim 0 of the inputs."""
+    """Numbers of the outputs whose dim 0 is the batch, as far as operators' rules relate it to dim 0 of the inputs."""
     given, found = captured.placeholders, set()
     sizes = {given[name].shape[0] for name in parts}
     leaves: Any = captured.graph_module.graph.output_node().args[0]
@@ -263,7 +269,7 @@ def _rows(captured: Captured, parts: Sequence[str], operators: Mapping[fx.Node, 
 
 
 def trained_bytes(captured: Captured, plan: Plan) -> float:
-    """Bytes that a device of a plan holds between steps, and no inference counts: gradients and the optimizer's state."""
+    """Bytes that a device holds between steps in training only: gradients and the optimizer's state. 0 for inference."""
     if plan.mode != "train":
         return 0.0
     total = 0.0

@@ -1,4 +1,4 @@
-"""Compiles overlap: a sharded graph's scheduled forward and backward graphs, and how processes agree on them."""
+"""Makes the scheduled forward and backward graphs of a sharded graph, in agreement between all processes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["NoOrder", "Schedules", "overlapped"]
 
 _log = logging.getLogger("autotp.schedule")
 
-#: A device's place in the mesh -> its traced graphs, refined and as they are (see `passes.overlap.Halves.choices`).
+#: A device's coordinates in the mesh -> its traced graphs, refined and unrefined (see `passes.overlap.Halves.choices`).
 Traced = Mapping[tuple[int, ...], Sequence[Halves]]
 
 
 class NoOrder(AutotpError):
-    """Graphs that cannot be traced, or differ between devices, or have no schedule; raised in every process."""
+    """Raised in every process if graphs cannot be traced, differ between devices, or have no schedule."""
 
 
 def overlapped(make: Callable[[], Traced], how: Overlap, agreement: Agreement) -> Mapping[tuple[int, ...], Overlapped]:
-    """The forward and backward graphs of some devices, the same on all devices of all processes.
+    """Makes the forward and backward graphs of this process's devices, with the same nodes on all devices of all processes.
 
     Args:
         make: traces the graphs of this process's devices.
-        how: which collectives are merged or go in stages; the first device of the first process decides.
-        agreement: of the processes.
+        how: decides, on the first device of the first process and for all, which collectives are merged or go in stages.
+        agreement: the agreement of the processes.
 
     Raises:
         NoOrder: a graph cannot be traced, or the devices' graphs differ.
@@ -61,12 +61,12 @@ def _decided(agreement: Agreement, decide: Callable[[], Any]) -> Any:
 
 
 def _agreed(make: Callable[[], Traced], agreement: Agreement) -> tuple[Traced, int, bool]:
-    """This process's graphs, the place of the first choice that is the same on all devices, and whether its sizes are."""
+    """This process's graphs, the index of the first choice that all devices share, and whether its sizes are equal, too."""
     traced: Traced = {}
     failure: Exception | None = None
     try:
         traced = make()
-    except Exception as error:  # noqa: BLE001 - the other processes wait to hear of it
+    except Exception as error:  # noqa: BLE001 - the other processes wait for a report
         failure = error
     mine = [[(choice.signature, choice.sizes) for choice in choices] for choices in traced.values()]
     reports = agreement.gathered((mine, "" if failure is None else _why(failure)))
@@ -114,10 +114,10 @@ def _device_of(made: Overlapped) -> torch.device:
 
 
 def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:
-    """Runs one of the graphs for all hosted devices, whose values lie in memory as they were traced.
+    """Returns a runner of one of the graphs for all hosted devices, which keeps values in their traced strides.
 
     Args:
-        modules: every hosted device's, or one for all.
+        modules: one graph per hosted device, or one for all.
         world: hosts the devices.
     """
     first, several = modules[0], len(modules) > 1
@@ -125,7 +125,7 @@ def _in_lockstep(modules: Sequence[fx.GraphModule], world: World) -> Runner:
     for node, own in each.items():
         if node.target is launch and len({str(other.args[3:]) for other in own}) > 1:
             raise AutotpError(f"node {node}: devices disagree about a collective; this is a defect of autotp")
-        if node.target is launch:  # strides decide, for each device, whether one writes over its operand: all do, or none
+        if node.target is launch:  # per device, strides decide whether it works in place; all devices must do the same
             kind = min(str(other.args[1]) for other in own)
             for other in own:
                 other.update_arg(1, kind)
@@ -144,10 +144,10 @@ class Schedules:
 
     Args:
         sharded: see ``passes.sharding.shard.shard``.
-        world: that the graphs run in.
+        world: the world in which the graphs run.
         how: durations and limits.
-        agreement: of the processes that run the graph together.
-        even: whether all devices have one pair of graphs, as their parts have the same shapes.
+        agreement: the agreement of the processes that run the graph together.
+        even: whether all devices share one pair of graphs, because their parts have the same shapes.
     """
 
     def __init__(
@@ -156,21 +156,21 @@ class Schedules:
         self.sharded, self.world, self.how, self.agreement, self.even = sharded, world, how, agreement, even
         self.draws = draws_of(sharded)
         self.known: dict[Hashable, Compiled | None] = {}
-        self.cast = False  # said already
+        self.cast = False  # whether the warning about autocast was given
 
     def run(self, values: Mapping[str, Any], variant: Variant | None = None) -> Sequence[Any] | None:
-        """The sharded graph's outputs for these values of its placeholders; None if it is to run as it is.
+        """Runs the scheduled graphs and returns the sharded graph's outputs; None if that must run unscheduled.
 
         Args:
-            values: of the placeholders.
-            variant: what is run instead of the graph of an ordinary step; it may have inputs of its own.
+            values: placeholder -> its value.
+            variant: the variant to run in place of the sharded graph, if any; it may have inputs of its own.
         """
         firsts = [_first(value) for value in values.values()]
         if any(torch.is_autocast_enabled(device) for device in {tensor.device.type for tensor in firsts}):
             if not self.cast:
                 _log.warning("no overlap of computing and communicating under torch.autocast; cast the model itself")
             self.cast = True
-            return None  # what is cast where depends on the context of each call
+            return None  # which values are cast depends on the context of each call
         trained = _trained_among(values)
         graph = self.sharded if variant is None else variant.graph
         key = graph, trained, tuple((tensor.dtype, tensor.stride()) for tensor in firsts)
@@ -183,7 +183,7 @@ class Schedules:
         return found(seed, [values[name] for name in found.graphs.joint.inputs], variant)
 
     def _compiled(self, variant: Variant | None, values: Mapping[str, Any], trained: frozenset[str]) -> Compiled | None:
-        """The scheduled graphs for such values; None, in every process, where there are none: the graph runs as it is."""
+        """Makes the scheduled graphs for such values; None, in every process, if the graph must run unscheduled."""
         devices = self.world.hosted[:1] if self.even else self.world.hosted
         lockstep = any(isinstance(value, Parts) for value in values.values())
         sharded = self.sharded if variant is None else variant.graph
@@ -210,7 +210,7 @@ class Schedules:
 
 
 def _trained_among(inputs: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the inputs whose gradients are wanted: none where gradients are switched off."""
+    """The names of the inputs that require gradients; none if grad mode is off."""
     if not torch.is_grad_enabled():
         return frozenset()
     return frozenset(name for name, value in inputs.items() if _first(value).requires_grad)

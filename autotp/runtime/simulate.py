@@ -1,4 +1,4 @@
-"""Every rank of a plan in lockstep, in one process: the numbers of a distributed run without devices."""
+"""Runs all ranks of a plan in lockstep in one process: the numerical results of a distributed run, without its devices."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def simulate(
     precision: Precision = None,
     dropout: str = "sharded",
 ) -> Simulated:
-    """Runs ``plan`` for all of its devices in this process, forward and backward.
+    """Makes a module that runs ``plan`` for all of its devices in this process, forward and backward.
 
     Args:
         model: the model that was planned; its parameters become the simulated module's, whole and under their own names.
         plan: the plan to run.
         args, kwargs: example inputs, as given to ``autotp.plan``.
         schedule: ``none`` runs the sharded graph as autograd does, ``overlap`` the scheduled forward and backward graphs.
-            Operators run one by one, also where the plan is to be run compiled.
-        precision: the plan's own, or left out.
+            Operators run one by one, even if the plan is to run compiled.
+        precision: the plan's own precision, or left out.
         dropout: see `autotp.parallelize`.
-        world: in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
+        world: the world to use in place of ``LocalWorld``, e.g. one that counts the bytes that collectives move.
 
     Returns:
-        A module with the model's call signature; ``.grad`` and optimizers compare with the model's directly.
+        A module with the model's call signature and whole parameters, so that gradients and optimizer steps can be compared
+        with the model's directly.
 
     Raises:
         PlanMismatchError: when the plan was made for another model, other inputs or another precision.
-        AutotpError: the plan is for too many devices; or, in the backward pass, devices that should hold equal gradients do
-            not.
+        AutotpError: the plan is for too many devices; or, in the backward pass, replicas of a gradient differ.
     """
     require_plan(plan)
     plan.asked(precision)
@@ -80,7 +80,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 class Simulated(Untraced, Programmed):
-    """A model whose forward and backward pass run as the devices of a plan would run them.
+    """A model whose forward and backward passes run as the devices of a plan would run them.
 
     Attributes:
         rewritten: the sharded graph of the first plan, and what it was made from.
@@ -89,8 +89,8 @@ class Simulated(Untraced, Programmed):
 
     rewritten: Rewritten
     world: World
-    _since: int  # torch's number of the first hook that was registered on it
-    _data: Sequence[tuple[nn.Module, Mapping[str, Any]]]  # the model's modules, with what they have that is no tensor
+    _since: int  # torch's id of the first hook registered after it was made
+    _data: Sequence[tuple[nn.Module, Mapping[str, Any]]]  # the model's modules, with their `_plain` attributes
 
     def __init__(
         self,
@@ -132,11 +132,11 @@ class Simulated(Untraced, Programmed):
             (each, {name: value for name, value in _plain(each).items() if (index, name) not in free})
             for index, each in enumerate(model.modules())
         ]
-        # The modules are the model's own, and so are the hooks that they have already.
+        # The modules are the model's own, and so are the hooks that were registered on them before.
         self.__dict__["_since"] = RemovableHandle.next_id
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Simulated:
-        """A module of the same plan with parameters and buffers of its own."""
+        """Copies the module, with its parameters and buffers; the sharded graph and the world are shared."""
         made: Any = object.__new__(type(self))
         memo |= {id(self._programs): self._programs.anew(), id(self): made}
         memo |= {id(each): each for each in (self.rewritten, self.world)}
@@ -145,7 +145,7 @@ class Simulated(Untraced, Programmed):
 
     @property
     def _compiled(self) -> Mapping[Hashable, Compiled | None]:
-        """The scheduled graphs of all programs, made so far."""
+        """The scheduled graphs that all programs have made so far."""
         known = [program.schedules.known for program in self.programs if program.schedules is not None]
         return {key: compiled for each in known for key, compiled in each.items()}
 
@@ -167,7 +167,7 @@ class Simulated(Untraced, Programmed):
         parameters = {name: whole[name] for name in captured.parameters}
         outputs, _ = program.run(lambda _: parts, parameters, syncing=self._programs.syncing)
         own = tuple(target for name, target in zip(captured.mutations, written, strict=True) if name in captured.parameters)
-        # To whoever watches them, the parameters are changed by steps alone.
+        # Version counters of parameters must count the changes by optimizer steps only.
         with torch.no_grad(), versions_preserved(own):
             for name, target, new in zip(captured.mutations, written, outputs[captured.returned :], strict=True):
                 target.copy_(assemble([p.detach() for p in new], target.shape, resting(name), self.world))
@@ -178,7 +178,7 @@ class Simulated(Untraced, Programmed):
         return captured.answer(self._moded, results)
 
     def _require_unchanged(self) -> None:
-        """Refuses other data in modules than the graph was captured with."""
+        """Checks that the modules' attributes are the same as when the graph was captured."""
         for (path, mine), (module, held) in zip(self.named_modules(), self._data, strict=False):
             now = vars(module) | {name: value for name, value in _plain(mine).items() if name in held}
             for name, was in held.items():
@@ -190,8 +190,8 @@ class Simulated(Untraced, Programmed):
                     )
 
     def _require_observed(self) -> None:
-        """Refuses forward hooks that nothing calls."""
-        # transformers' own gather what a call of the model asks to be shown, and stay.
+        """Checks that there are no forward hooks that would not be called."""
+        # Hooks of transformers' own are allowed: they collect what a call of the model is asked to return.
         observed = set(matching(self, self._programs.plan.observe).values())
         for name, module in self.named_modules():
             if (
@@ -202,31 +202,31 @@ class Simulated(Untraced, Programmed):
                 raise unobserved(name)
 
     def _parameter_parts(self, program: Program, state: Mapping[str, Tensor]) -> dict[str, Parts]:
-        """Every device's parts of the parameters alone."""
+        """Placeholder -> every device's part, for a program's parameters only."""
         named, resting = program.captured.parameters, program.rewritten.resting
         return {name: distribute(name, state[fqn], resting(name), self.world) for name, fqn in named.items()}
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    """The numbers, texts and tensors that a module has beside its mode and state."""
+    """A module's attributes that are numbers, strings or plain tensors; not torch's own, such as ``training``."""
     kinds, torchs = (bool, int, float, str, Tensor), own_attributes(module)
     return {name: value for name, value in vars(module).items() if type(value) in kinds and name not in torchs}
 
 
 def distribute(name: str, tensor: Tensor, layout: Layout, world: World) -> Parts:
-    """Every device's part of a whole tensor; gradients of the parts become the whole gradient."""
+    """Splits a whole tensor into every device's part; gradients of the parts are assembled into the whole gradient."""
     if differentiable(tensor):
         return Parts(_Distribute.apply(tensor, layout, world, name))
     return Parts(take(tensor, layout, world.mesh_shape, at) for at in world.hosted)
 
 
 def collect(parts: Parts) -> Tensor:
-    """The one value of a tensor that is whole on every device; every device gets the whole gradient."""
+    """Returns the value of a tensor that is replicated on all devices; every device gets the whole gradient."""
     return _Collect.apply(*parts)
 
 
 def assemble(parts: Sequence[Tensor], shape: torch.Size, layout: Layout, world: World) -> Tensor:
-    """The whole tensor from every device's part."""
+    """Assembles a whole tensor of ``shape`` from every device's part."""
     result = parts[0].new_zeros(shape)
     for part, at in zip(parts, world.hosted, strict=True):
         target = torch.arange(result.numel(), device=result.device).view(shape)
@@ -257,7 +257,7 @@ class _Distribute(torch.autograd.Function):
 
 
 class _Assemble(torch.autograd.Function):
-    """What ``_Distribute`` does to gradients, and to the gradients of gradients, which are whole on every replica."""
+    """The differentiable backward pass of ``_Distribute``. Gradients of gradients are whole on every replica."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -291,7 +291,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:  # type: ignore[override]
         ctx.count = len(parts)
-        result = parts[0].clone()  # a view made in here could not be changed in place outside
+        result = parts[0].clone()  # a view made in an autograd function cannot be changed in place outside
         if not differentiable(result):
             ctx.mark_non_differentiable(result)
         return result
@@ -302,7 +302,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A gradient for every device, and the other way."""
+    """The backward pass of ``_Collect``: replicates a gradient to every device."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, count: int) -> tuple[Tensor, ...]:  # type: ignore[override]

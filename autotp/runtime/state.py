@@ -1,4 +1,4 @@
-"""A model's state as this device's parts: made from real tensors, or from ``meta`` module by module, and read by a step."""
+"""A model's state as this device's parts: made from real tensors, or module by module from ``meta``, and read by a step."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ __all__ = [
 
 @register_sharding(torch.ops.aten._is_any_true.default)  # type: ignore[misc]
 def _whole(_: Any) -> list[Any]:
-    """What anomaly detection asks of gradients, for which torch 2.13 has no rule."""
+    """The sharding of an operator that anomaly detection calls on gradients; torch 2.13 has no rule for it."""
     return [([Replicate()], [Replicate()])]
 
 
 def _check_and_unscale(operator: Any, args: Any, _: Any) -> None:
-    """What ``GradScaler`` does to gradients: all ranks know whether one of them has found an overflow.
+    """Unscales gradients for ``GradScaler``, and tells all ranks whether one of them has found an overflow.
 
-    torch 2.13 asks those ranks alone over which the first gradient is split.
+    torch 2.13 asks only the ranks over which the first gradient is sharded.
     """
     gradients, found, _ = args
     operator([local_tensor(each) if isinstance(each, DTensor) else each for each in gradients], *args[1:])
@@ -56,13 +56,13 @@ dtensor_handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.defau
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Within it, new tensors have values and may have gradients, whatever the default device and inference mode are."""
+    """In this context, new tensors are real and may require gradients, whatever default device and inference mode are."""
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext(), torch.inference_mode(False):
         yield
 
 
 def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
-    """A whole tensor as a ``DTensor`` that keeps this device's part alone."""
+    """Returns a whole tensor as a ``DTensor``, which holds a copy of this device's part only."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     part = take(tensor.detach(), layout, tuple(mesh.shape), coordinate)
@@ -72,17 +72,17 @@ def distribute(tensor: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
 
 
 def set_into(held: Tensor | None, value: Any, path: str) -> Any:
-    """What is in a buffer's place when a tensor is set there: the buffer, with its values.
+    """Copies an assigned tensor into the existing buffer, and returns the buffer, which stays in its place.
 
-    Calls write into buffers, and a model that sets its own anew leaves the tensor that it was given as it is.
+    Calls write into buffers; the assigned tensor must stay unchanged, as with a model that sets its buffer to a new tensor.
 
     Args:
         held: the buffer, if there is one.
-        value: a whole tensor, or a ``DTensor``; what is neither is left to torch.
-        path: of the buffer.
+        value: a whole tensor or a ``DTensor``; any other value is returned, for torch to handle.
+        path: the buffer's name, for messages.
 
     Raises:
-        AutotpError: graphs were made for another shape or dtype.
+        AutotpError: the value's shape or dtype is not the buffer's, for which graphs were made.
     """
     if held is None or value is held or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return value
@@ -101,18 +101,18 @@ def set_into(held: Tensor | None, value: Any, path: str) -> Any:
 def _state_of(
     model: nn.Module, initialise: Callable[[nn.Module], None] | None, seed: int, problems: list[Exception]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer (name, whole value), one module at a time.
+    """Yields every parameter and buffer (name, whole value), one module at a time.
 
-    A module whose own state is on ``meta`` is filled in by a copy of that module alone, initialised by ``initialise`` (by
-    default a Hugging Face model's own, or the module's ``reset_parameters``); the copy is dropped before the next module.
-    What goes wrong there is added to ``problems``, and nothing else is initialised: other ranks wait for the tensors.
+    If a module's own state is on ``meta``, a copy of that module alone is initialised by ``initialise`` (by default, a
+    Hugging Face model's ``_init_weights``, or the module's ``reset_parameters``), and dropped before the next module.
+    An error there is added to ``problems``, and nothing else is initialised: other ranks wait for the tensors.
     """
     for position, (path, module) in enumerate(model.named_modules()):
         own = {**_own(module._parameters), **_own(module._buffers)}
         if any(tensor.is_meta for tensor in own.values()):
             try:
                 own = own if problems else _filled(model, module, path, initialise, seed + position)
-            except Exception as error:  # noqa: BLE001 - of the user's function
+            except Exception as error:  # noqa: BLE001 - from the user's function
                 problems.append(error)
             if problems:
                 own = {name: _unset(tensor) for name, tensor in own.items()}
@@ -129,18 +129,18 @@ def of_rank_0(
     *,
     broadcast: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A model's parameters and buffers (name, whole value), the same on all ranks, on their devices.
+    """Yields a model's parameters and buffers (name, whole value), the same on all ranks.
 
     Args:
-        model: the same on every rank, but for its values.
-        initialise, seed: for what is on ``meta``, where ``initialise`` may be left out.
-        device: of this rank.
-        without: names that are left out.
-        broadcast: whether rank 0's values are taken; otherwise all ranks must have the same.
+        model: the same on every rank, except for its values.
+        initialise, seed: initialise modules on ``meta`` (see ``autotp.parallelize``); ``initialise`` may be None.
+        device: the device of this rank, to which rank 0's values are broadcast.
+        without: names to leave out.
+        broadcast: whether all ranks take rank 0's values; otherwise, all must have the same, which is checked.
 
     Raises:
-        AutotpError: on every rank, when one fails to initialise what is on ``meta``, or nothing does.
-        PlanMismatchError: on every rank, where values differ; names the ranks and the tensor.
+        AutotpError: on every rank, if one fails to initialise a module on ``meta``, or nothing initialises it.
+        PlanMismatchError: on every rank, if values differ; names the ranks and the tensor.
     """
     ranks, sums, problems = dist.get_world_size(), dict[str, int](), list[Exception]()
     for name, tensor in _state_of(model, initialise, seed, problems):
@@ -172,17 +172,17 @@ def of_rank_0(
 def require_parts(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """A module's ``load_state_dict`` pre-hook: refuses plain tensors for parameters that rest in parts.
+    """A module's ``load_state_dict`` pre-hook, which rejects plain tensors for parameters that are ``DTensor``s.
 
-    Those without dims have no parts: they are copied, as `torch.distributed.checkpoint.state_dict` leaves them plain.
+    Plain tensors without dims are copied, as `torch.distributed.checkpoint.state_dict` leaves them plain.
 
     Args:
-        module: of a distributed module, or it itself.
-        state_dict: what is loaded, where names begin with ``prefix``.
-        local_metadata: says whether what is loaded takes the place of parameters, as torch does.
+        module: a distributed module, or one of its submodules.
+        state_dict: the state dict to load, in which names begin with ``prefix``.
+        local_metadata: torch's metadata, which says whether loaded tensors replace the parameters.
 
     Raises:
-        AutotpError: there are such.
+        AutotpError: there are such tensors, or ``DTensor``s on another mesh.
     """
     own = {prefix + name: each for name, each in module.named_parameters(remove_duplicate=False)}
     least = 0 if local_metadata.get("assign_to_params_buffers") else 1
@@ -204,10 +204,10 @@ def require_parts(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Tells tensors of different values apart, all but surely (CRC-32).
+    """The CRC-32 checksum of a tensor's values: almost certainly different if values differ.
 
     Raises:
-        AutotpError: it is fake, and has none.
+        AutotpError: the tensor is fake, and has no values.
     """
     if detect_fake_mode((tensor,)) is not None:
         raise AutotpError("processes cannot exchange fake tensors: call what autotp.simulate returns in a FakeTensorMode")
@@ -215,7 +215,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # a contiguous tensor may have any stride in dims of size 1, which view(-1) keeps where there is nothing else
+    # a contiguous tensor may have any stride in dims of size 1, which view(-1) keeps if there are no other dims
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
@@ -253,36 +253,38 @@ def _filled(
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """A real tensor of the same kind whose every element shows that it was not set."""
+    """A real tensor of the same shape and dtype: NaN marks elements that are not set; zeros if it is not floating-point."""
     if tensor.is_floating_point():
         return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def held_part(buffer: Tensor) -> Tensor:
-    """This device's part of a buffer, which is the buffer itself where it rests whole."""
+    """This device's part of a buffer: the buffer itself, unless it is a ``DTensor``."""
     return local_tensor(buffer) if isinstance(buffer, DTensor) else buffer
 
 
 def local_part(parameter: Tensor, name: str) -> Tensor:
-    """This device's part of a parameter; its gradient goes back as a ``DTensor``."""
+    """This device's part of a parameter; its gradient flows to the parameter, as a ``DTensor``."""
     return _LocalParts.apply((name,), False, parameter)[0]
 
 
 def local_parts(names: Sequence[str], parameters: Sequence[Any]) -> tuple[Tensor, ...]:
-    """``local_part`` of all parameters of a step, whose gradients share no memory (see `autotp.runtime.compiled.Disjoint`).
+    """Returns ``local_part`` of all parameters of a step at once.
+
+    The gradients of the parts must share no memory (see `autotp.runtime.compiled.Disjoint`).
 
     Args:
-        names: the parameters'.
-        parameters: of the module.
+        names: names of the parameters, for messages.
+        parameters: the module's parameters.
     """
     return _LocalParts.apply(tuple(names), True, *parameters)
 
 
 class _LocalParts(torch.autograd.Function):
-    """This device's parts of all parameters at once: a step calls it once, where ``to_local`` is called for each.
+    """This device's parts of several parameters: one call per step, where ``to_local`` takes one per parameter.
 
-    The scheduled graphs give every part a gradient of its own (``disjoint``); autograd may give several the same.
+    Scheduled graphs give every part a gradient with its own memory (``disjoint``); autograd may give several the same.
     """
 
     @staticmethod
@@ -294,7 +296,7 @@ class _LocalParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        # What a DTensor's operators do to its part does not count as a change of that.
+        # A DTensor's in-place operators do not increase the version of its local tensor, so compare the DTensor's.
         now = [version(parameter) for parameter in ctx.parameters]
         changed = [name for name, was, is_ in zip(ctx.names, ctx.versions, now, strict=True) if was != is_]
         if changed:
@@ -310,9 +312,9 @@ class _LocalParts(torch.autograd.Function):
 
 
 def _unshared(gradient: Tensor) -> Tensor:
-    """The gradient, or a copy where someone else holds it, or a view of it: torch copies what a plain parameter is given.
+    """Returns the gradient, or a copy if anyone else holds it or a view of it, as torch does for plain parameters.
 
-    It cannot see that of a part's gradient, which becomes a ``DTensor`` that is new.
+    torch cannot detect that for a part's gradient, which is wrapped in a new ``DTensor``.
     """
     return gradient.clone() if held_elsewhere(gradient) else gradient
 

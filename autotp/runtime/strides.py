@@ -1,10 +1,10 @@
-"""Scheduled graphs whose values lie in memory as they were traced.
+"""Keeps the values of scheduled graphs in the strides with which they were traced.
 
-A kernel may lay out its result differently from its fake counterpart: layer norm's gradient is contiguous, whatever its
-input was. Copies that tracing left out as needless are then missing, and some kernels take what they are given for
-contiguous. The first run looks at every value, and inserts a copy where one is missing.
+A kernel's result may have other strides than its fake tensor: layer norm's gradient is contiguous, whatever the strides of
+its input. Copies that tracing omitted as redundant are then missing, and some kernels assume that their operands are
+contiguous. The first run checks every value, and inserts a copy where strides differ.
 
-Also how the inputs of a call lie, on which it may depend what a model copies and draws (see ``Written``).
+Also compares the strides of a call's inputs, which may determine what a model copies and draws (see ``Written``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("autotp.schedule")
 
 
 def as_traced(node: fx.Node, value: Any) -> Any:
-    """A node's value, copied where it lies otherwise than the node's fake tensor."""
+    """Returns a node's value, copied if its strides differ from those of the node's fake tensor."""
     traced = node.meta.get("val")
     if not (isinstance(value, Tensor) and isinstance(traced, Tensor)):
         return value
@@ -34,7 +34,7 @@ def as_traced(node: fx.Node, value: Any) -> Any:
 
 
 def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A tensor that lies in memory by such strides: itself, where it does."""
+    """Returns the tensor with the given strides: itself if it has them (except in dims of size 1), else a copy."""
     if tensor.stride() == strides or tensor.numel() == 0:
         return tensor
     longer = [dim for dim, size in enumerate(tensor.shape) if size > 1]
@@ -44,12 +44,12 @@ def arranged(tensor: Tensor, strides: Sequence[int]) -> Tensor:
 
 
 def laid_like(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy of a tensor, with such strides."""
+    """Returns a copy of a tensor with the given strides."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def laid_as(tensor: Tensor, example: Tensor) -> Tensor:
-    """A tensor whose dims lie in memory in the order of an example's, which may be longer: itself, where they do."""
+    """Returns the tensor with its dims in an example's memory order: itself if they are, else a copy. Sizes may differ."""
     if tensor.stride() == example.stride() or tensor.dim() != example.dim():
         return tensor
     order = order_of(example)
@@ -62,7 +62,7 @@ def laid_as(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """How a tensor's dims lie in memory, from the outermost on; their strides, where there are gaps or elements twice."""
+    """The memory order of the dims of size > 1, outermost first; if a tensor has gaps or overlaps, -1 and their strides."""
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return (-1, *(tensor.stride(d) for d in dims))
@@ -70,7 +70,10 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def lying(inputs: Sequence[Tensor], known: Sequence[Captured], *, drawn: bool) -> tuple[tuple[int, ...], ...]:
-    """How inputs lie in memory, if a known graph depends on that, or what it draws; nothing, if as those of the first."""
+    """The memory order of each input (see ``order_of``); empty if no known graph depends on it, or if it is the first's.
+
+    With ``drawn``, graphs whose random numbers depend on it count, too.
+    """
     if not any(each.written.strided or (drawn and each.written.drawn) for each in known):
         return ()
     found = tuple(map(order_of, inputs))
@@ -78,10 +81,10 @@ def lying(inputs: Sequence[Tensor], known: Sequence[Captured], *, drawn: bool) -
 
 
 class Arranged:
-    """A scheduled graph to run, as a function of a list of its inputs, which it empties.
+    """Runs a scheduled graph. Takes a list of its inputs, which it clears.
 
     Attributes:
-        module: what runs; after the first run, with the copies that were missing.
+        module: the graph module; after the first run, with the copies that were missing.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -89,7 +92,7 @@ class Arranged:
         self._run: Callable[[list[Any]], Sequence[Any]] = self._first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        """The graph's outputs; while a profiler is on, nodes run one by one, under their modules' names."""
+        """Runs the graph and returns its outputs; under a profiler, nodes run one by one, labelled with their modules."""
         if self._run is self.module and is_profiling():
             return Interpreter(self.module, named).boxed_run(inputs)
         return self._run(inputs)

@@ -1,4 +1,4 @@
-"""What holds a distributed module's state under the model's own names: modules that compute nothing themselves."""
+"""The submodules of a distributed module: they hold its state under the model's names, and compute nothing themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from passes.torch_internals import COMPOSED, DDP_IGNORED
 
 __all__ = ["Sealed", "Submodule"]
 
-#: What a model of transformers does by methods, and autotp otherwise.
+#: Methods of models of transformers -> what replaces them in autotp.
 _INSTEAD = {
     "generate": "autotp.integrations.generate",
     "save_pretrained": "autotp.save_pretrained",
@@ -46,36 +46,36 @@ _WRAPPED = (
 
 @functools.cache
 def _instead(kind: type) -> Mapping[str, str]:
-    """What autotp has in the place of methods of a model's class."""
+    """Methods of a model's class -> what replaces them in autotp; only of classes of transformers and peft."""
     foreign = any(base.__module__.startswith(("transformers.", "peft.")) for base in kind.__mro__)
     return _INSTEAD if foreign else {}
 
 
 @functools.cache
 def _own_names(kind: type) -> frozenset[str]:
-    """What modules that stand for others have for themselves."""
+    """Names of attributes that a stand-in's class inherits from autotp's own classes."""
     return frozenset(name for base in kind.__mro__ if base.__module__.startswith("autotp.") for name in vars(base))
 
 
 class Sealed(nn.Module):
-    """A module that stands for one that was captured: what its graph cannot follow is refused.
+    """A stand-in for a module that was captured. Changes that the graph cannot follow raise an error.
 
-    It has what that module has beside its parts: its data, to be read; and the methods and properties of its class, which
-    act on this one. A method that would compute with parts of the model is refused by them.
+    It has that module's attributes other than its parts (parameters, buffers and modules): its data, read-only, and the
+    methods and properties of its class, bound to the stand-in. A method that would compute with parts fails in these.
     """
 
     _path = ""
     _kind: Any = nn.Module  # the class of the model's module
-    _attributes: Set[str] = frozenset()  # its own that are no parts, and its class's
-    _data: Mapping[str, Any] = {}  # those that `is_data`
-    _objects: Set[str] = frozenset()  # those that are not
-    _found: Mapping[str, Any] = {}  # its own data where the class has some too, which would be found first
-    _fixed: Set[str] = frozenset()  # its class's methods, which the graph does the work of
+    _attributes: Set[str] = frozenset()  # names of its attributes that are no parts, and its class's
+    _data: Mapping[str, Any] = {}  # those that are data (see `is_data`)
+    _objects: Set[str] = frozenset()  # those that are not data
+    _found: Mapping[str, Any] = {}  # its data that the class defines too, and that is therefore set on the instance
+    _fixed: Set[str] = frozenset()  # methods of its class, whose work the graph does
     _changed = Unkept()
-    _sealed = False  # whether it has all its parameters and modules
+    _sealed = False  # whether all its parameters and modules are there
 
     def _stand_for(self, module: nn.Module) -> None:
-        """Takes what a module of the model has beside its parts."""
+        """Takes over the attributes of a module of the model that are not its parts."""
         base, kind = vars(nn.Module()), cast(Any, type(module))
         own = defaults(kind) | {name: value for name, value in vars(module).items() if name not in base}
         ours: Set[str] = _own_names(cast(Any, type(self)))
@@ -86,7 +86,7 @@ class Sealed(nn.Module):
         self._put()
 
     def _put(self) -> None:
-        """Puts its own data where the class's would be found first, unless forward has left something else there."""
+        """Sets data on the instance where the class's would be found first, unless forward has left another value."""
         if isinstance(self, self._kind):
             names = self._data.keys() & self._attributes & defaults(self._kind).keys()
             found = {name: as_it_was(self._data[name], self._named(name)) for name in names}
@@ -122,7 +122,7 @@ class Sealed(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._changed.require(self._path, name, AutotpError)
-        # What forward itself leaves there is not the model's.
+        # Values that forward has left there since may be replaced.
         if name in self._attributes and vars(self).get(name, _GONE) is self._found.get(name, _GONE):
             own = self._data.get(name, _GONE)
             if own is not _GONE and same(value, own):
@@ -132,7 +132,7 @@ class Sealed(nn.Module):
                 f"{path}.{name} was {was} when the model was captured, and is set to {shown(value)}: {UNCHANGED}"
             )
         if not hasattr(type(self), name) and hasattr(setting := inspect.getattr_static(self._kind, name, None), "__set__"):
-            setting.__set__(self, value)  # which this is no instance of
+            setting.__set__(self, value)  # a property of a class that this is not an instance of
             return
         value = set_into(self._buffers.get(name), value, self._named(name)) if self._sealed else value
         self._require_followed(name, value, isinstance(value, (nn.Module, nn.Parameter)) or name in self._fixed)
@@ -143,7 +143,7 @@ class Sealed(nn.Module):
         super().__delattr__(name)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As a module's own; refused once all parts are there, as are the two that follow.
+        """Like ``nn.Module.add_module``; once the module is sealed, only if the graph can follow. So are the next two.
 
         Raises:
             AutotpError: the graph was captured without it.
@@ -152,17 +152,17 @@ class Sealed(nn.Module):
         super().add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As a module's own."""
+        """Like ``nn.Module.register_parameter``; see ``add_module``."""
         self._require_followed(name, param, param is not None)
         super().register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As a module's own."""
+        """Like ``nn.Module.register_buffer``; see ``add_module``."""
         self._require_followed(name, tensor, tensor is not None)
         super().register_buffer(name, tensor, persistent)
 
     def share_memory(self) -> NoReturn:
-        """Refuses.
+        """Not supported.
 
         Raises:
             AutotpError: always; a ``DTensor`` belongs to one process.
@@ -171,7 +171,7 @@ class Sealed(nn.Module):
         raise AutotpError(f"{name}.share_memory(): parts of a distributed module belong to one process each")
 
     def _seal(self) -> None:
-        """Refuses from now on what the graph cannot follow."""
+        """From now on, changes that the graph cannot follow raise an error."""
         self._sealed = True
         self.__dict__[COMPOSED] = FixedDict({}, _WRAPPED)
         self.__dict__["_modules"] = FixedDict(
@@ -179,11 +179,11 @@ class Sealed(nn.Module):
         )
 
     def _require_followed(self, name: str, value: Any, part: bool) -> None:
-        """Refuses what would change of which modules, parameters and buffers there are.
+        """Raises an error if setting an attribute would change which modules, parameters and buffers there are.
 
         Args:
-            name, value: what is set; `_GONE`: it is deleted.
-            part: whether the graph had to know of it, also where it has nothing of that name.
+            name, value: the attribute and its new value; `_GONE`: it is deleted.
+            part: whether the graph would have to know of it even if there is nothing of that name.
         """
         if not self._sealed:
             return
@@ -212,13 +212,13 @@ def _unfollowed(name: str, kind: str, change: str) -> str:
 
 
 class Submodule(Sealed):
-    """A module of the model's hierarchy, with its parameters and buffers; the graph does what it did.
+    """A stand-in for a module of the model, with its parameters and buffers; the graph does the module's work.
 
-    It is an instance of the class of the model's module too, so what goes by types finds it; its methods act on this one,
-    and containers can be indexed, iterated and measured as the model's.
+    Where possible, it is an instance of the module's class too, so code that searches by type finds it. Methods are bound
+    to the stand-in, and containers support indexing, iteration and ``len``.
 
     Attributes:
-        training: as the model's module was; which program a call runs depends on it.
+        training: initially as in the model's module; determines which program a call runs.
     """
 
     __repr__, __copy__, __reduce__ = nn.Module.__repr__, Programmed.__copy__, Programmed.__reduce__
@@ -227,17 +227,17 @@ class Submodule(Sealed):
     _observed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Submodule:
-        """One with parameters and buffers of its own."""
+        """Copies the module, with its parameters and buffers."""
         made = memo[id(self)] = object.__new__(type(self))
         made.__dict__ |= copy.deepcopy(self.__dict__, memo)
         made._put()
         return made
 
     def train(self, mode: bool = True) -> Submodule:
-        """As a module's own.
+        """Like ``nn.Module.train``.
 
         Raises:
-            AutotpError: a class of the model, here or below, has another ``train``.
+            AutotpError: the class of this module, or of one inside it, overrides ``train``.
         """
         own = next(
             (m._path for m in self.modules() if isinstance(m, Sealed) and m._kind.train is not nn.Module.train), None
@@ -249,27 +249,27 @@ class Submodule(Sealed):
         return super().train(mode)
 
     def extra_repr(self) -> str:
-        """What the model's module shows of itself."""
+        """The ``extra_repr()`` of the model's module."""
         return self._shown
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuses.
+        """Not supported.
 
         Raises:
-            AutotpError: always; it computes nothing.
+            AutotpError: always; the module computes nothing.
         """
         raise AutotpError(f"{self._path} is a part of a distributed module, and holds state alone")
 
     def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:  # type: ignore[override]
-        """As a module's own, if this one is observed. The hook runs after the forward pass, and only looks.
+        """Like ``nn.Module.register_forward_hook``, for an observed module.
 
         Args:
-            hook: called with this module, its positional arguments (keyword arguments too, with ``with_kwargs``) and what
-                it returned, whose tensors are ``DTensor`` in the layouts of the plan.
+            hook: called after the whole forward pass with this module, its positional arguments (with ``with_kwargs``, its
+                keyword arguments too) and its result, as ``DTensor``s in the layouts of the plan; must not change them.
             options: ``prepend`` and ``with_kwargs`` of torch.
 
         Raises:
-            AutotpError: the module is not observed, or the hook is to be called where the forward pass fails.
+            AutotpError: the module is not observed, or ``always_call`` is set.
         """
         self._require_observed()
         if options.get("always_call"):
@@ -277,7 +277,7 @@ class Submodule(Sealed):
         return super().register_forward_hook(hook, **options)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:  # type: ignore[override]
-        """As ``register_forward_hook``, for what the module is given."""
+        """Like ``register_forward_hook``; the hook gets the module's arguments only."""
         self._require_observed()
         return super().register_forward_pre_hook(hook, **options)
 
@@ -286,7 +286,7 @@ class Submodule(Sealed):
             raise unobserved(self._path)
 
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: nothing would call the hook."""
+        """Raises an error: nothing would call the hook."""
         raise AutotpError(self._uncalled())
 
     def _uncalled(self) -> str:

@@ -1,7 +1,7 @@
-"""Measured training runs against predictions: what comes in is a table of runs, what goes out is how far off plans are.
+"""Validation: compares predictions with measured training runs.
 
-`runs` reads a table, `models` has the architectures of such runs, `predict` plans every run as it was run and compares, and
-`fit` fits a device's figures to them.
+Input: a table of runs. Output: the errors of the predictions. `runs` reads a table, `models` has the architectures of the
+runs, `predict` plans every run as it was run and compares, and `fit` fits a device's figures to runs.
 """
 
 from autotp.validate.fit import DeviceFit, fit_device, parts

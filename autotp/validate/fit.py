@@ -1,9 +1,10 @@
-"""Fits the figures of a device to measured runs: few of them, so that they hold for runs that were not fitted.
+"""Fits some figures of a device to measured runs: only a few, so that they also hold for runs that were not fitted.
 
-The data sheet's rates stay. Fitted are the share of the peak that large products reach and the size that halves it, how
-much slower fused attention is than that, how much slower than the memory's bandwidth everything else moves its bytes
-(`costmodel.compute.KERNEL` has the formula), and how long the host takes to start a kernel (`costmodel.overlap.HOSTED`), of
-which only runs with short kernels say much. The launch stays too: steps of large models do not depend on it.
+The rates of the data sheet are kept. The fit determines the share of the peak that large products reach, the size that
+halves it, the slowdown of fused attention relative to that, the slowdown of all other operators relative to the memory
+bandwidth (`costmodel.compute.KERNEL` has the formula), and the host's seconds to start a kernel
+(`costmodel.overlap.HOSTED`), which only runs with short kernels determine well. The launch is kept, too: steps of large
+models do not depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from costmodel import KINDS, Device
 
 __all__ = ["DeviceFit", "fit_device", "parts"]
 
-#: Figure -> least, greatest and first value.
+#: Figure -> lower bound, upper bound and initial value.
 _FIGURES = {
     "efficiency": (0.3, 1.0, 0.7),
     "half_size": (1.0, 3000.0, 200.0),
@@ -27,11 +28,11 @@ _FIGURES = {
     "memory": (1.1, 3.0, 1.25),
     "host": (1e-6, 3e-4, 1e-5),
 }
-_LEAST = 5  # runs for as many figures
-_ROBUST = 0.05  # relative errors beyond which a run counts less
-_HELD_OUT = 4  # every so many-th run is kept out of a fit
-_FAR = 0.5  # mean relative error of a fit that says nothing of the device
-_END = 1e-3  # relative; a figure that is as close to its least or greatest value is there
+_LEAST = 5  # the fewest runs: as many as figures
+_ROBUST = 0.05  # the relative error beyond which a run has less weight
+_HELD_OUT = 4  # one of this many runs is held out of a fit
+_FAR = 0.5  # the mean relative error beyond which a fit is rejected
+_END = 1e-3  # the relative distance up to which a figure counts as at its bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class DeviceFit:
     """A device with fitted figures.
 
     Attributes:
-        device: with them.
-        fitted, held_out: how far off predictions are with it, of the runs of the fit and of others.
-        at_ends: figures that have the least or the greatest value that they may have, which the runs do not determine.
+        device: the device with the fitted figures.
+        fitted, held_out: the accuracy of predictions with it, for the runs of the fit and for the held-out runs, if any.
+        at_ends: figures at a bound of their range, which the runs therefore do not determine.
     """
 
     device: Device
@@ -51,10 +52,10 @@ class DeviceFit:
 
 
 def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
-    """The device of some runs, with figures that make the relative errors of most of their steps smallest.
+    """Fits the device of some runs to them: minimizes the relative errors of step times, with less weight for outliers.
 
     Raises:
-        AutotpError: the runs have different devices, are too few or are none of the device, or scipy is not installed.
+        AutotpError: the runs have different devices, are too few or cannot be of the device, or scipy is not installed.
     """
     devices = {one.run.topology.device.name: one.run.topology.device for one in predictions}
     if len(devices) != 1:
@@ -94,7 +95,7 @@ def fit_device(predictions: Sequence[Prediction]) -> DeviceFit:
 
 
 def parts(predictions: Sequence[Prediction]) -> tuple[list[Prediction], list[Prediction]]:
-    """Those of one device's runs that a fit uses, and every fourth, which it does not."""
+    """The runs that a fit uses, and those that are held out (every fourth), of the runs on one device."""
     chosen = [one for number, one in enumerate(predictions) if (number + 1) % _HELD_OUT]
     return chosen, list(predictions[_HELD_OUT - 1 :: _HELD_OUT])
 

@@ -13,14 +13,14 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(nn.Module):
-    """A decoder that returns the mean loss of its labels.
+    """A decoder that returns the mean cross-entropy of its labels.
 
     Args:
-        of: its sizes.
+        of: its architecture.
         sequence: the number of positions.
 
     Raises:
-        AutotpError: heads do not divide its width, or groups of them the heads.
+        AutotpError: the width is not a multiple of the heads, or the heads are not a multiple of the key-value heads.
     """
 
     def __init__(self, of: Architecture, sequence: int) -> None:
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """The loss of ``labels`` after ``ids``, both ``[batch, sequence]``."""
+        """The mean cross-entropy of ``labels`` given ``ids``, both ``[batch, sequence]``."""
         x = self.tokens(ids)
         if not self.llama:
             x = F.dropout(x + self.places.weight[: ids.shape[1]], self.dropout, self.dropout > 0)
@@ -67,7 +67,7 @@ class _GPT(nn.Module):
         return x + self._dropped(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def _written_out(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """With every score in memory, as Megatron-LM's kernels did: the mask and the scale cost nothing of their own."""
+        """Attention with all scores in memory, as in Megatron-LM's kernels: mask and scale have no kernels of their own."""
         length, size = q.shape[-2:]
         mask = torch.full((length, length), -1e4, dtype=q.dtype, device=q.device).triu(1)
         q, k, v = (part.flatten(0, 1) for part in (q, k, v))

@@ -1,4 +1,4 @@
-"""Plans measured runs as they were run, and compares what is predicted with what was measured."""
+"""Plans measured runs as they were run, and compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes, for pricing it on other devices.
+    """The work of a step, which determines its seconds on other devices.
 
     Attributes:
-        kernels: kernels of equal kind and dtype with arrays of their sizes, and how often they run in each pass.
-        sums: the step on the run's own device.
-        hides: whether communication goes on while something is computed.
-        launches: kernels that the host starts in a step.
-        update: kernels of the optimizer's step.
+        kernels: for each kind and dtype, the work of all kernels as arrays, and how often the seconds of each count in the
+            forward and in the backward pass.
+        sums: the seconds of the step on the run's own device.
+        hides: whether communication overlaps computation.
+        launches: the number of kernels that the host starts in a step.
+        update: the work of the optimizer's step.
     """
 
     kernels: Sequence[tuple[Work, np.ndarray, np.ndarray]]
@@ -61,7 +62,7 @@ class StepWork:
     update: Work
 
     def seconds(self, device: Device, own: Device) -> float:
-        """Seconds of the step on ``device``, whose rates differ from those of the run's ``own``."""
+        """Seconds of the step if the rates of the run's device, ``own``, are replaced by those of ``device``."""
         passes = []
         for number, one in enumerate((self.sums.forward, self.sums.backward)):
             changed = sum(
@@ -75,7 +76,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A run, its plan, and what its step computes."""
+    """A run, its plan, and the work of its step."""
 
     run: MeasuredRun
     plan: Plan
@@ -93,15 +94,15 @@ class Prediction:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Predicted over measured bytes; None where they were not published."""
+        """Predicted over measured bytes; None if the measured ones were not published."""
         return self.plan.predicted.memory_bytes / self.run.memory if self.run.memory else None
 
 
 def predicted(run: MeasuredRun) -> Prediction:
-    """Plans a run as it was run: its mesh, its scheme, what it recomputes; without a memory bound, because it did run.
+    """Plans a run with its own mesh, scheme and recomputation, and without a memory bound, because it did run.
 
     Raises:
-        AutotpError: it has no plan.
+        AutotpError: the run has no plan.
     """
     precision = _PRECISIONS.get(run.precision)
     with torch.device("meta"):
@@ -119,7 +120,7 @@ def predicted(run: MeasuredRun) -> Prediction:
 def predicted_all(
     runs: Sequence[MeasuredRun], progress: Callable[[str], None] = lambda name: None
 ) -> tuple[list[Prediction], list[Skipped]]:
-    """Plans every run; those that have no plan are skipped. ``progress`` is called with the name of each."""
+    """Plans every run, and skips those that have no plan. Calls ``progress`` with the name of each run."""
     found, skipped = [], []
     for run in runs:
         progress(run.name)
@@ -131,7 +132,7 @@ def predicted_all(
 
 
 def by_source(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[Prediction]]:
-    """Runs by who measured them, and on which device."""
+    """The predictions of each pair of (who measured the runs, device)."""
     groups: dict[tuple[str, str], list[Prediction]] = defaultdict(list)
     for one in predictions:
         groups[one.run.source, one.run.device].append(one)
@@ -142,8 +143,8 @@ _PRECISIONS: Mapping[str, Precision] = {
     "bf16-mixed": "bf16-mixed",
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
 }
-#: Weights that are narrow themselves, of which the optimizer has float32 copies: gradients of micro-batches are added up
-#: before they are reduced.
+#: Precision -> the dtype of weights that are 16-bit themselves, of which the optimizer has float32 copies. The gradients
+#: of micro-batches are summed before they are reduced.
 _WEIGHTS: Mapping[str, torch.dtype] = {"fp16": torch.float16}
 
 
@@ -161,7 +162,7 @@ def _options(run: MeasuredRun) -> Options:
         scatters=run.sequence_parallel or run.tensor == 1,
         rest="sharded" if sharded else "free",
         gathers="once" if run.sharding == "zero2" else "twice",
-        merges=True,  # Megatron's lie in one buffer
+        merges=True,  # Megatron-LM's gradients are in one buffer
     )
     recompute: str | list[str] = run.recompute
     if recompute == "every 2nd":
@@ -207,12 +208,12 @@ def _work(captured: Captured, plan: Plan) -> StepWork:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Runs that differ in their degrees and micro-batches alone.
+    """A comparison of runs that differ only in their degrees and micro-batches.
 
     Attributes:
-        predictions: the runs.
-        tau: Kendall's tau of predicted and measured seconds. What was measured several times counts once, with the mean.
-        fastest, predicted: the run that was the fastest, and the one that is predicted to be.
+        predictions: of the runs.
+        tau: Kendall's tau of predicted and measured seconds. Runs with equal settings count once, with their mean.
+        fastest, predicted: the run that is measured to be the fastest, and the one that is predicted to be.
     """
 
     predictions: Sequence[Prediction]
@@ -223,11 +224,11 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How far off the predictions of some runs are, relative to what was measured.
+    """The errors of the predictions of some runs, relative to the measurements.
 
     Attributes:
-        runs: how many there are.
-        mean, median, largest: of the absolute errors.
+        runs: the number of runs.
+        mean, median, largest: of the absolute relative errors.
         bias: the geometric mean of predicted over measured.
     """
 
@@ -239,21 +240,21 @@ class Accuracy:
 
 
 def accuracy(ratios: Sequence[float]) -> Accuracy:
-    """Of predicted over measured."""
+    """The accuracy of predictions, given the ratios of predicted over measured values."""
     errors = [abs(ratio - 1) for ratio in ratios]
     mean, median = statistics.fmean(errors), statistics.median(errors)
     return Accuracy(len(errors), mean, median, max(errors), statistics.geometric_mean(ratios))
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Kendall's tau-a of two rankings: pairs that agree less pairs that do not, over all pairs."""
+    """Kendall's tau-a of two rankings: concordant minus discordant pairs, over all pairs."""
     pairs = list(itertools.combinations(range(len(predicted)), 2))
     signs = [np.sign((predicted[i] - predicted[j]) * (measured[i] - measured[j])) for i, j in pairs]
     return float(sum(signs)) / len(pairs)
 
 
 def rankings(predictions: Sequence[Prediction]) -> list[Ranking]:
-    """Of runs that differ in their degrees and micro-batches alone, with three or more degrees."""
+    """The rankings of runs that differ only in their degrees and micro-batches, if these have at least three degrees."""
     groups: dict[object, dict[tuple[int, int, int], list[Prediction]]] = defaultdict(lambda: defaultdict(list))
     for one in predictions:
         run = one.run

@@ -1,18 +1,18 @@
-"""Measured training runs: tables of them are read, and every run becomes a record or a reason why it cannot be planned.
+"""Reads tables of measured training runs. Every run becomes a record, or a reason why it cannot be planned.
 
 A table is TOML with one ``[[runs]]`` for each run, or CSV with a column for each key:
 
-- ``id``, ``source``; ``model`` (a name), ``architecture`` (``gpt`` or ``llama``; left out, guessed from the name),
+- ``id``, ``source``; ``model`` (a name), ``architecture`` (``gpt`` or ``llama``; by default guessed from the name),
   ``layers``, ``hidden``, ``ffn``, ``heads``, ``kv_heads``, ``vocab``, ``seq``; ``attention`` (``fused`` or
   ``written out``), ``dropout``, ``tied``, ``loss`` (``fused`` or ``float32``);
-- ``gpu_type``, ``gpus``, ``nodes_of`` (devices of a node); ``interconnect``: text with the rate of a node's network,
-  such as ``8x200 Gbit/s``, or of a device's, such as ``400 Gbit/s per GPU``;
+- ``gpu_type``, ``gpus``, ``nodes_of`` (devices per node); ``interconnect``: text with the bandwidth of a node's
+  network, such as ``8x200 Gbit/s``, or of a device's, such as ``400 Gbit/s per GPU``;
 - ``dp_fsdp_degree``, ``tp_degree``, ``pp_degree``, ``sequence_parallel``; ``kind``: ``ddp``, ``zero2``, ``zero3`` or
   ``hsdp``; ``global_batch``, ``micro_batch``, ``grad_accum``; ``recompute``, ``dtype``; ``overlap``: whether communication
-  goes on while something is computed; ``torch_compile``: ``yes``, ``no``, or the name of a compiler;
+  overlaps computation; ``torch_compile``: ``yes``, ``no``, or the name of a compiler;
 - what was measured: ``step_seconds``, and if known ``memory_gb`` (10^9 bytes of a device).
 
-In CSV, keys that are no columns may stand in ``notes``, as ``key=value;``.
+In CSV, keys without a column may be given in ``notes``, as ``key=value;``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from costmodel.text.tables import Table, read_toml
 
 __all__ = ["Architecture", "MeasuredRun", "Skipped", "read_runs"]
 
-#: The keys of a run; others say more of it, unless they are nearly one of these.
+#: The keys of a run. Other keys are ignored, but one that is nearly one of these is an error.
 _KEYS = frozenset({
     "id", "source", "model", "architecture", "model_traits", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq",
     "attention", "dropout", "tied", "loss", "gpu_type", "gpus", "nodes_of", "interconnect", "dp_fsdp_degree", "tp_degree",
@@ -44,7 +44,7 @@ _KEYS = frozenset({
     "torch_compile", "compiler", "step_seconds", "memory_gb", "note", "notes",
 })  # fmt: skip
 _NEARLY = 0.85
-#: What a gpu_type in lower case contains -> the preset of its machine; the first that fits.
+#: Pattern in a lower-case gpu_type -> the preset of its machine; the first match is used.
 _DEVICES = {
     r"a100.*40 ?gb": "dgx-a100-40gb",
     r"a100.*pcie": "pcie-a100",
@@ -58,7 +58,7 @@ _DEVICES = {
     r"\bmi250x": "frontier-mi250x",
     r"\bv100": "dgx-v100",
 }
-#: What a dtype in lower case contains -> precision; the first that fits.
+#: Pattern in a lower-case dtype -> precision; the first match is used.
 _DTYPES = {
     r"bf16.*bf16 reduce": "bf16",
     r"bf16|bfloat16": "bf16-mixed",
@@ -76,22 +76,22 @@ _ATTENTION = {r"written out|unfused|no flash|eager": "written out", r"fused|flas
 _LOSS = {"float32|fp32": "float32", "fused": "fused"}
 _EAGER = ("", "no", "false", "none", "eager", "not stated")
 _LARGEST_FILE = 2**22  # bytes
-_SIZE, _LAYERS = 2**31, 1024  # at most: of a model's sizes, and of a batch; of a model
-_LONGEST = 500  # characters in which a device, a dtype or a network is looked for
+_SIZE, _LAYERS = 2**31, 1024  # the largest size of a model or a batch; the most layers
+_LONGEST = 500  # the characters of a text that are searched for a device, a dtype or a network
 _KINDS = ("ddp", "zero2", "hsdp", "zero3")
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder.
+    """The architecture of a decoder.
 
     Attributes:
         kind: ``gpt`` (LayerNorm, GELU, learned positions, biases) or ``llama`` (RMSNorm, SwiGLU, rotary positions).
         layers, hidden, ffn, heads, kv_heads, vocabulary: its sizes.
-        tied: the head's weight is the embedding's.
-        fused_attention: scores are not in memory, as with FlashAttention.
+        tied: whether the head's weight is the embedding's.
+        fused_attention: whether attention keeps no scores in memory, as in FlashAttention.
         dropout: the probability.
-        float_loss: logits are cast to float32 for the loss; else a fused kernel takes them as they are.
+        float_loss: whether logits are cast to float32 for the loss; if not, a fused kernel takes them as they are.
     """
 
     kind: str
@@ -109,25 +109,25 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    """A training run as it was run, with what was measured.
+    """A training run: how it was run, and what was measured.
 
     Attributes:
         name, source: which run, and who measured it.
         model: its architecture.
-        sequence: tokens of a sequence.
-        topology: the machine, of as many devices.
+        sequence: tokens per sequence.
+        topology: the machine, with the number of devices of the run.
         data, tensor: degrees of data parallelism, over the outer mesh axis, and of tensor parallelism, over the inner one.
-        sharding: ``ddp``, ``zero2``, ``zero3`` or ``hsdp``, which is ``zero3`` in every node.
-        sequence_parallel: activations between tensor-parallel layers are split.
+        sharding: ``ddp``, ``zero2``, ``zero3``, or ``hsdp``, which is ``zero3`` within each node.
+        sequence_parallel: whether activations between tensor-parallel layers are sharded by sequence.
         batch: sequences of a micro-batch on each data-parallel rank.
-        accumulate: micro-batches of a step.
-        recompute: as ``autotp.plan`` takes it; ``every 2nd``: every second block, as a whole.
-        precision: ``bf16-mixed``; ``bf16`` where gradients are reduced in that as well; ``fp16`` where weights are as
-            narrow, and the optimizer has float32 copies of them.
-        seconds: of a step.
-        memory: bytes of a device; 0 if not published.
-        overlaps: communication goes on while something is computed.
-        compiled: a compiler fused what lies between products.
+        accumulate: micro-batches per step.
+        recompute: as in ``autotp.plan``, or ``every 2nd``: every second block, as a whole.
+        precision: ``bf16-mixed``; ``bf16`` if gradients are reduced in bfloat16 as well; ``fp16`` if the weights are
+            float16, too, and the optimizer has float32 copies of them.
+        seconds: measured seconds of a step.
+        memory: measured bytes on a device; 0 if not published.
+        overlaps: whether communication overlaps computation.
+        compiled: whether a compiler fused the operators between products.
     """
 
     name: str
@@ -150,7 +150,7 @@ class MeasuredRun:
 
     @property
     def node(self) -> int:
-        """Devices of a node."""
+        """The number of devices per node."""
         return math.prod(level.size for level in self.topology.levels[:-1])
 
     @property
@@ -169,7 +169,7 @@ class Skipped:
 
 
 def read_runs(path: Path) -> tuple[list[MeasuredRun], list[Skipped]]:
-    """The runs of a table, and those that cannot be planned as they were run.
+    """Reads a table. Returns its runs, and those that cannot be planned as they were run.
 
     Raises:
         AutotpError: the file cannot be read, or has no runs.
@@ -250,10 +250,10 @@ def _run(name: str, row: Mapping[str, Any]) -> MeasuredRun:
 
 
 def _old(row: Mapping[str, Any], dtype: str) -> bool:
-    """Half precision without bfloat16: Megatron-LM before FlashAttention, with dropout.
+    """Whether a run is in float16 with unfused attention: Megatron-LM before FlashAttention, with dropout.
 
-    It reduced all gradients after the backward pass (megatron/model/distributed.py, whose "local" was the default), as
-    DeepSpeed did without ZeRO.
+    Megatron-LM then reduced all gradients after the backward pass (megatron/model/distributed.py, whose "local" was the
+    default), as did DeepSpeed without ZeRO.
     """
     return dtype == "fp16" and _fitting(row, "attention", _ATTENTION, "written out") == "written out"
 
@@ -283,7 +283,7 @@ def _architecture(row: Mapping[str, Any], dtype: str) -> Architecture:
 
 
 def _topology(row: Mapping[str, Any], devices: int) -> Topology:
-    """The preset of the run's device, with the network of its nodes, as far as that is stated."""
+    """The preset of the run's device, with the run's number of devices, node size and network, as far as stated."""
     machine = Topology.load(_fitting(row, "gpu_type", _DEVICES))
     *inside, outer = machine.levels
     if len(inside) == 1:
@@ -295,7 +295,7 @@ def _topology(row: Mapping[str, Any], devices: int) -> Topology:
 
 
 def _stated(text: str, node: int) -> float | None:
-    """Bytes/s of a node's network that a text states."""
+    """The bandwidth of a node's network, in bytes/s, in a text; None if it states none."""
     found = re.search(r"(?:([0-9]{1,6}) ?x ?)?([0-9]{1,9}(?:\.[0-9]{1,9})?) (Gbit/s|Gbps|GB/s)(?:[^+]*per (GPU))?", text)
     if found is None:
         return None

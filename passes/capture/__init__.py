@@ -1,12 +1,12 @@
-"""A model becomes a `Captured`: a functional graph of its forward pass in a canonical form.
+"""Captures a model as a `Captured`: a functional graph of its forward pass in a canonical form.
 
-Input: any ``torch.nn.Module`` with an example call, which is not run, and a `precision`; output: a graph of out-of-place
-operators with the `signature` of its call. `export` calls the others in this order: what cannot be captured is refused
-(`checks`), functions with their own gradients and transforms become operators (`autograd_functions`), the model's
-checkpoints are marked (`checkpoints`), what observed modules are given and return is noted (`observed`), and what the model
-changes in Python (`attributes`), assertions are left out, regions are inlined (`regions`), writes become values (`writes`,
-`view_writes`, `functional`), operators become canonical (`canonical`, `canonical_views`), and masks that say no more than
-"causal" become that (`masks`). The nodes that these add are made by `builder`.
+Input: any ``torch.nn.Module`` with an example call, which is not executed, and a `precision`; output: a graph of
+out-of-place operators with the `signature` of its call. `export` calls the other modules in this order: models that cannot
+be captured are refused (`checks`), custom autograd functions and transforms become operators (`autograd_functions`), the
+model's checkpoints are marked (`checkpoints`), inputs and outputs of observed modules are recorded (`observed`), and
+changes to Python state (`attributes`), assertions are removed, regions are inlined (`regions`), in-place writes become new
+values (`writes`, `view_writes`, `functional`), operators become canonical (`canonical`, `canonical_views`), and causal
+masks become ``is_causal`` (`masks`). `builder` makes the nodes that these add.
 """
 
 from passes.capture.attributes import Left, buffered, placed

@@ -1,8 +1,8 @@
-"""What a forward pass changes in Python, which no graph has: attributes of modules, and what is in them.
+"""Finds the changes to Python state in a forward pass, which a graph lacks: attributes of modules and their contents.
 
-A model is captured in a call of it, which may set attributes. What every call leaves there anew is an output of the graph;
-a tensor that carries something from call to call is a buffer, if it is not one already; of all else, a warning says that
-the graph does not change it. The model is left as it was.
+Capturing a model calls it, which may set attributes. Tensors that every call creates anew become outputs of the graph; a
+tensor that carries data from call to call becomes a buffer, if it is not one already; for all other changes, a warning says
+that the graph does not make them. The model is restored afterwards.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _HOLDERS = (list, deque, set, dict, OrderedDict, defaultdict)
 
 
 def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What a forward pass may read and change that no graph has, and what is in it, now.
+    """A snapshot of the Python state that a forward pass may read and change, and that a graph lacks.
 
     Returns:
-        Path of an attribute that is no parameter or module -> what it holds, inside lists, dicts and the like
-        too, and which tensors an object has; modes and parts of modules, and other libraries' random numbers, under names
-        with blanks.
+        Path of an attribute that is not a parameter or module -> its contents, including those of nested lists, dicts and
+        the like, and the tensors held by objects. Training modes, parameters and submodules of modules, and the random
+        states of Python and numpy, are listed under names with spaces.
     """
     _, words, place, *_ = np.random.get_state()
     found: dict[str, tuple[Any, ...]] = {
@@ -74,9 +74,9 @@ def in_python(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """Names of what `in_python` found changed, or new."""
+    """Names of the entries of `in_python` that changed or are new."""
 
-    def same(one: Any, other: Any) -> bool:  # NaN is as it was
+    def same(one: Any, other: Any) -> bool:  # by repr, as NaN differs from itself
         return one is other or (type(one) is type(other) and isinstance(one, _DATA) and repr(one) == repr(other))
 
     def alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -87,11 +87,11 @@ def changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An attribute that a forward pass leaves on a module: a tensor, or a tree of tensors.
+    """An attribute that a forward pass sets on a module: a tensor, or a tree of tensors.
 
     Attributes:
-        path: with the module's name.
-        index: the module's place in ``model.modules()``.
+        path: the attribute's dotted path, including the module's.
+        index: the module's index in ``model.modules()``.
     """
 
     path: str
@@ -99,24 +99,24 @@ class Left:
 
     @property
     def name(self) -> str:
-        """Of the attribute."""
+        """The attribute's name."""
         return self.path.rpartition(".")[2]
 
     def of(self, modules: Sequence[nn.Module]) -> Any:
-        """What is there now; None if it is not."""
+        """The attribute's present value; None if it does not exist."""
         return vars(modules[self.index]).get(self.name)
 
     def tensor(self, modules: Sequence[nn.Module]) -> Tensor | None:
-        """The tensor that is there now, in an attribute or a buffer."""
+        """The tensor that the attribute or buffer of this name holds now; None if it holds no tensor."""
         held = modules[self.index]._buffers.get(self.name, self.of(modules))
         return held if isinstance(held, Tensor) and not isinstance(held, nn.Parameter) else None
 
 
 class _Flow(TorchDispatchMode):
-    """Notes which results are computed of some tensors.
+    """Records which results are computed from the given tensors.
 
     Attributes:
-        reached: these and the results, which live as long, by their identities.
+        reached: id -> the tensor, for the given tensors and all such results, which it keeps alive.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -131,7 +131,7 @@ class _Flow(TorchDispatchMode):
 
 
 def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
-    """The attributes among what a forward pass changes."""
+    """The attributes of modules among the paths that a forward pass changes."""
     names = {name: index for index, (name, _) in enumerate(model.named_modules())}
     found = [Left(path, names.get(path.rpartition(".")[0], -1)) for path in paths]
     return tuple(left for left in found if left.index >= 0 and left.name.isidentifier())
@@ -139,9 +139,9 @@ def placed(model: nn.Module, paths: Iterable[str]) -> tuple[Left, ...]:
 
 @contextmanager
 def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
-    """Gives a call of the model on fake tensors; it leaves nothing behind."""
+    """Context manager that yields a function that calls the model on fake tensors; the model is restored on exit."""
 
-    def own(x: Any) -> Any:  # not from its values: those of modules that stand for others have no memory
+    def own(x: Any) -> Any:  # not made from the values: stand-in modules have tensors without memory
         if not isinstance(x, Tensor) or x.layout is not torch.strided:
             return x
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
@@ -150,7 +150,7 @@ def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
     with without_values(), restored(model), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for each in model.parameters():
             parameters[id(each)] = nn.Parameter(own(each.detach()), each.requires_grad)
-        for module in model.modules():  # what is written in place is a copy
+        for module in model.modules():  # so that in-place operators write to copies
             module._parameters.update({name: parameters.get(id(each)) for name, each in module._parameters.items()})
             for held in (module._buffers, vars(module)):
                 held.update({name: own(value) for name, value in held.items() if isinstance(value, Tensor)})
@@ -160,10 +160,10 @@ def faked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> I
 def of_other_kinds(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], changes: Mapping[str, Sequence[Any]]
 ) -> list[str]:
-    """Buffers and attributes to which a call gives a tensor of another shape or dtype, which no graph keeps.
+    """Paths of buffers and attributes that a call sets to a tensor of another shape, dtype or device: no graph keeps these.
 
     Raises:
-        CaptureError: one is computed of what was there, so that the next call needs it.
+        CaptureError: one is computed from its previous value, so the next call depends on it.
     """
     modules = list(model.modules())
     had = [(left, left.tensor(modules)) for left in placed(model, _alone(changes))]
@@ -176,7 +176,7 @@ def of_other_kinds(
             with _Flow(was for left in found if (was := left.tensor(modules)) is not None) as flow:
                 call()
             carried = [left for left in found if id(left.tensor(modules)) in flow.reached]
-    except Exception:  # noqa: BLE001, S110 - of what cannot be called so nothing is known
+    except Exception:  # noqa: BLE001, S110 - nothing is known of a model that fails on fake tensors
         pass
     if carried:
         left = carried[0]
@@ -192,9 +192,9 @@ def of_other_kinds(
 
 @contextmanager
 def in_place(model: nn.Module) -> Iterator[None]:
-    """While it lasts, a buffer that a call replaces by a tensor like it is changed in place instead, at the call's end.
+    """Context manager under which a buffer that a call replaces by a tensor like it is changed in place, at the call's end.
 
-    ``torch.export`` follows such a change in the model itself, and not in its submodules.
+    ``torch.export`` follows the replacement of a buffer in the model itself, but not in its submodules.
     """
     modules, before = list(model.modules()), list[dict[str, Tensor | None]]()
 
@@ -216,7 +216,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
         made, new = tree_map(as_was, (made, [now for *_, now in found])) if found else (made, ())
         for (owner, name, old, __), value in zip(found, new, strict=True):
-            # torch.export looks at what is set, lets the last count, and needs an operator that makes it
+            # torch.export uses the last value that is set, and needs an operator that produces it
             setattr(owner, name, old.copy_(value if alike(old, value) else old.clone()))
         return made
 
@@ -229,14 +229,15 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _require_apart(model: nn.Module, replaced: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    """Refuses new buffers that no change in place is the same as.
+    """Refuses replaced buffers for which an in-place change would not be equivalent.
 
     Args:
-        model: as a call leaves it.
-        replaced: a buffer's module and name, what it was and what it is.
+        model: in its state after a call.
+        replaced: a buffer's module and name, its old tensor and its new one.
 
     Raises:
-        CaptureError: a buffer lies in the memory of other state from now on, or has another name that keeps what it was.
+        CaptureError: a new buffer shares memory with other state, an old one has another name that keeps it, or its
+            elements share memory.
     """
     own = {(id(module), name) for module, name, *_ in replaced}
     state = [
@@ -259,29 +260,29 @@ def _require_apart(model: nn.Module, replaced: Sequence[tuple[nn.Module, str, Te
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether a buffer could have either."""
+    """Whether two tensors have the same shape, dtype and device."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def carried(model: nn.Module, changes: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Plain attributes with a tensor that a forward pass replaces by one like it: what buffers are for.
+    """Paths of plain attributes whose tensor a forward pass replaces by one of equal shape, dtype and device.
 
     Args:
-        model: it.
-        changes: path of an attribute -> what `in_python` found there after the pass.
+        model: in its state before the pass.
+        changes: path of an attribute -> its entry of `in_python` after the pass.
     """
     had = {path: (plain(model, path), now) for path, now in _alone(changes).items()}
     return [path for path, (was, now) in had.items() if was is not None and alike(was, now)]
 
 
 def _alone(changes: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
-    """The attributes in which there is one tensor."""
+    """Path -> tensor, of the changed attributes that hold exactly one tensor and nothing else."""
     alone = (str(tree_structure(0)),)
     return {path: held[1] for path, held in changes.items() if held[:1] == alone and isinstance(held[1], Tensor)}
 
 
 def plain(model: nn.Module, path: str) -> Tensor | None:
-    """A plain attribute's tensor, if it could be a buffer of that name."""
+    """The tensor of a plain attribute that could be a buffer of that name; else None."""
     owner, _, name = path.rpartition(".")
     module = dict(model.named_modules()).get(owner)
     if module is None or hasattr(type(module), name):
@@ -292,7 +293,7 @@ def plain(model: nn.Module, path: str) -> Tensor | None:
 
 @contextmanager
 def buffered(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """While it lasts, plain attributes with tensors are buffers that no state dict holds, under all their names."""
+    """Context manager under which plain tensor attributes, under all their names, are non-persistent buffers."""
     tensors = {id(plain(model, path)) for path in paths}
     moved = [
         (module, name, value)
@@ -313,7 +314,7 @@ def buffered(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
 
 
 def _own(value: Any) -> dict[str, Any] | None:
-    """Attributes of an object that is no data, tensor, module, class or function."""
+    """The attributes of an object; None for data, tensors, modules, classes and functions."""
     other = isinstance(value, (*_DATA, Tensor, nn.Module, type, ModuleType)) or inspect.isroutine(value)
     found = None if other else getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None
@@ -321,7 +322,7 @@ def _own(value: Any) -> dict[str, Any] | None:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules hold what they hold now, in lists, dicts and objects too: what they share stays shared."""
+    """Context manager that restores what modules hold, also in lists, dicts and objects; shared objects stay shared."""
     held: dict[int, tuple[Any, Any]] = {}
     todo: list[tuple[Any, bool]] = [(vars(module), True) for module in model.modules()]
     while todo:

@@ -1,16 +1,17 @@
-"""Functions with gradients of their own, and transforms of ``torch.func``, as operators of a captured graph.
+"""Captures custom ``torch.autograd.Function`` classes and ``torch.func`` transforms as operators of a graph.
 
-``torch.export`` looks into a ``torch.autograd.Function`` and keeps what its forward does; the gradient that the model
-defines for it is lost silently. While a model is captured, `kept_whole` makes every such function one operator,
-``autotp::function``, which calls it: under autograd it has the model's gradient. It has no factors, so it is computed
-whole on every device.
+``torch.export`` traces through the forward of a ``torch.autograd.Function``, and silently loses the gradient that the model
+defines for it. While a model is captured, `kept_whole` makes every such function one operator, ``autotp::function``, which
+calls the function: under autograd, it has the model's gradient. The operator has no factors, so it is computed whole on
+every device.
 
-Torch's own functions are looked into; a checkpoint becomes what it runs. Of modules that a function is given, as reversible
-layers are, parameters and buffers become operands too: whatever the function's backward adds to ``grad`` of a parameter is
-the operator's gradient. A function that is given another callable is refused: nothing says which parameters that reads.
+Torch's own functions are traced through; a checkpoint becomes the operators that it runs. If a function is given modules,
+as reversible layers are, their parameters and buffers become operands too: what the function's backward accumulates in the
+``grad`` of a parameter is the operator's gradient. A function that is given any other callable is refused, since the
+parameters that the callable reads are unknown.
 
-Export takes no transform but ``vmap``, and that only as operators on single elements between marks. `kept_whole` lets a
-transform run on its own, notes which operators of ATen it comes to, and runs these in its place.
+Export supports no transform but ``vmap``, and that only as operators on single elements between markers. `kept_whole` runs
+a transform untraced, records the ATen operators that it executes, and runs these in its place.
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ __all__ = ["Lost", "kept_whole"]
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 
 
-#: Stands where a tensor is.
+#: Placeholder for a tensor among the leaves of arguments or results.
 _HERE = Enum("_HERE", "TENSOR").TENSOR  # type: ignore[attr-defined]
 
 
 class Lost(AutotpError):
-    """Something of the model's backward pass that a captured graph cannot hold."""
+    """The model does something that affects its backward pass and that a captured graph cannot represent."""
 
 
 class _Call:
-    """A function with the arguments of one call, but for the tensors among them."""
+    """A function and its arguments in one call, without the tensors among them."""
 
     def __init__(self, apply: Callable, function: type, leaves: Sequence[Any], spec: TreeSpec) -> None:
         self.spec = spec
@@ -81,12 +82,12 @@ class _Call:
 
     @property
     def name(self) -> str:
-        """Of the function, with a digest of the arguments: the same on every process."""
+        """The function's qualified name and a digest of its arguments; the same in every process."""
         text = re.sub(" at 0x[0-9a-f]+", "", repr((self.spec, self.leaves)))
         return f"{self.function.__module__}.{self.function.__qualname__} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def same(self, other: _Call) -> bool:
-        """Whether both call one function with equal arguments."""
+        """Whether both call the same function with equal non-tensor arguments."""
         alike = self.function is other.function and self.spec == other.spec
         return alike and all(
             a is b or (type(a) is type(b) and a == b) for a, b in zip(self.leaves, other.leaves, strict=True)
@@ -94,17 +95,17 @@ class _Call:
 
     @property
     def operands(self) -> list[Tensor]:
-        """Parameters and buffers of the modules that the function is given."""
+        """The parameters and buffers of the modules among the function's arguments."""
         return [*self.modules.parameters(), *self.modules.buffers()]
 
     def __call__(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the function returns.
+        """Calls the function and returns the tensors among its results.
 
         Args:
-            operands: what the function is given, and the parameters and buffers of modules.
+            operands: the function's tensor arguments, then the parameters and buffers of its modules.
 
         Raises:
-            Lost: it does what a captured graph cannot hold.
+            Lost: it changes an operand in place, or draws random numbers.
         """
         versions = [version(operand) for operand in operands]
         results = list(_WithState.apply(self, *operands)) if self.state else self.run(operands)
@@ -116,14 +117,14 @@ class _Call:
 
     @contextmanager
     def having(self, operands: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """What the function is given, while its modules have the parameters and buffers behind it."""
+        """Yields the function's tensor arguments, while its modules use the parameters and buffers that follow them."""
         own = len(operands) - len(self.state)
         state = dict(zip(self.state, operands[own:], strict=True))
-        with reparametrize_module(self.modules, state, tie_weights=True):  # under all names of each
+        with reparametrize_module(self.modules, state, tie_weights=True):  # under all their names
             yield operands[:own]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the function returns, of what it is given."""
+        """Calls the function on its tensor arguments and returns the tensors among its results."""
         given = iter(operands)
         leaves = [next(given) if leaf is _HERE else leaf for leaf in self.leaves]
         with nullcontext() if self.checked else _NoDraws(self.function):
@@ -133,13 +134,13 @@ class _Call:
         return [result for result in tree_leaves(returned) if isinstance(result, Tensor)]
 
     def whole(self, results: Sequence[Tensor]) -> PyTree:
-        """What the function returns, with these tensors."""
+        """The function's result with its tensors replaced by ``results``."""
         given = iter(results)
         return tree_map(lambda leaf: next(given) if leaf is _HERE else leaf, self.returned)
 
 
 class _WithState(torch.autograd.Function):
-    """A function whose backward pass has gradients of parameters as a side effect."""
+    """Returns the gradients that a function's backward accumulates in its modules' parameters as gradients of operands."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *operands: Tensor) -> tuple[Tensor, ...]:
@@ -157,7 +158,7 @@ class _WithState(torch.autograd.Function):
         for leaf in ctx.leaves:
             leaf.grad = None
         wanted = [one.requires_grad for one in ctx.results]
-        with ctx.call.having(ctx.leaves):  # which it may run again
+        with ctx.call.having(ctx.leaves):  # the backward pass may call them again
             torch.autograd.backward(
                 list(compress(ctx.results, wanted)), list(compress(gradients, wanted)), retain_graph=True
             )
@@ -165,7 +166,7 @@ class _WithState(torch.autograd.Function):
 
 
 class _NoDraws(TorchDispatchMode):
-    """Refuses random operators: they would differ from device to device."""
+    """Refuses random operators: their results would differ between devices."""
 
     def __init__(self, function: type) -> None:
         super().__init__()
@@ -180,15 +181,15 @@ class _NoDraws(TorchDispatchMode):
 
 
 class _Earlier(int):
-    """The number of the call that made a tensor, which was written to afterwards."""
+    """The index of the recorded call that made a tensor; stands for the tensor's value before a later write."""
 
 
 class _Transforms(TorchDispatchMode):
-    """Runs the operators that a transform comes to instead of the transform.
+    """Replaces each transform by the operators that it executes.
 
-    All operators of the model are noted, as ``torch.autograd.grad`` reads what others have saved. What autograd detaches to
-    save it, and what it unpacks, which has a history again, counts as the tensor itself. What the model writes to, and
-    has only made before, is made anew instead. ``running``: one runs on its own.
+    All operators of the model are recorded, as ``torch.autograd.grad`` reads tensors that earlier ones have saved. A tensor
+    that autograd detaches to save it, or unpacks with its history, counts as the original tensor. A write to a tensor that
+    nothing has read is recorded as an out-of-place operator on a recomputed operand. ``running``: a transform is running.
     """
 
     supports_higher_order_operators = True
@@ -196,16 +197,16 @@ class _Transforms(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.running, self._thread = False, get_ident()
-        # Tensors are known by their numbers, which are theirs while the calls hold them.
+        # Tensors are identified by id, which stays unique as long as the recorded calls hold them.
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any, bool]] = []
         self._made: dict[int, int] = {}
         self._outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._efficientzerotensor.default:  # which fake tensors cannot add to others
+        if func is torch.ops.aten._efficientzerotensor.default:  # fake tensors cannot be added to it
             func = torch.ops.aten.zeros.default
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:  # where tangents are written to
+        if func is torch.ops.aten._new_zeros_with_same_feature_meta.default:  # tangents are written to it
             func, args, kwargs = torch.ops.aten.new_zeros.default, (args[1], [*result.shape]), {}
         alone = not self.running and writes(func) == [0] and result is args[0] and self._untouched(result)
         if alone and (functional := out_of_place(func)) is not None:
@@ -217,7 +218,7 @@ class _Transforms(TorchDispatchMode):
         return result
 
     def of(self, function: Callable) -> Callable:
-        """What to call for a function of torch that carries out a transform, or for one that such a function returned."""
+        """Wraps a torch function that implements a transform, or a function that such a function has returned."""
 
         def carried_out(*args: Any, **kwargs: Any) -> Any:
             own = self.running or get_ident() != self._thread
@@ -243,7 +244,7 @@ class _Transforms(TorchDispatchMode):
         return tree_map_only(Tensor, self._of, tree_map_only(FunctionType, self.of, result))
 
     def _untouched(self, tensor: Tensor) -> bool:
-        """Whether nothing has read a tensor since it was made, nor had it as a view."""
+        """Whether a recorded call made the tensor, not as a view, and no later one has read it."""
         place = self._made.get(id(tensor))
         if place is None or getattr(self._calls[place][0], "is_view", True):
             return False
@@ -255,7 +256,7 @@ class _Transforms(TorchDispatchMode):
 
     def _replayed(self, place: int) -> Any:
         func, args, kwargs, _, gradients = self._calls[place]
-        args, kwargs = tree_map_only((Tensor, _Earlier), self._of, (args, kwargs))  # what they are outside
+        args, kwargs = tree_map_only((Tensor, _Earlier), self._of, (args, kwargs))  # the tensors outside the transform
         with nullcontext() if gradients == torch.is_grad_enabled() else torch.set_grad_enabled(gradients):
             return func(*args, **kwargs) if func else args[0]
 
@@ -275,7 +276,7 @@ def _tensors(tree: PyTree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-#: Every call that a captured graph may name.
+#: Name -> call, for all calls in captured graphs.
 _CALLS: dict[str, _Call] = {}
 
 
@@ -287,21 +288,21 @@ def _registered(call: _Call) -> str:
 
 
 _LIBRARY.define("function(Tensor[] operands, str name) -> Tensor[]")
-# Composite: autograd, tracing and devices see what the function itself does.
+# Composite: autograd, tracing and devices see the operators that the function calls.
 _LIBRARY.impl("function", lambda operands, name: _CALLS[name](operands), "CompositeImplicitAutograd")
 
 
 @contextmanager
 def kept_whole(regions: Regions) -> Iterator[None]:
-    """Within it, functions with gradients of their own are one operator each, and hooks on gradients are refused.
+    """Context manager under which each custom autograd function becomes one operator, and gradient hooks are refused.
 
-    What runs in ``torch.inference_mode``, of which export keeps no trace, runs without gradients instead.
+    Blocks in ``torch.inference_mode``, which export does not record, run under ``torch.no_grad`` instead.
 
     Args:
-        regions: where reentrant checkpoints are noted.
+        regions: records reentrant checkpoints.
 
     Raises:
-        Lost: within it, where a captured graph would lose something that changes gradients.
+        Lost: within the context, where a captured graph would lose something that changes gradients.
     """
     transforms, thread, own = _Transforms(), get_ident(), torch.autograd.backward
 
@@ -311,7 +312,7 @@ def kept_whole(regions: Regions) -> Iterator[None]:
         if transforms.running and not transforming():
             name = cls.__name__.removeprefix("Vmapped")
             raise Lost(f"a transform of torch.func hides the gradient of {name}, an autograd.Function: call it outside")
-        if cls is CheckpointFunction:  # runs it without gradients, and again with them
+        if cls is CheckpointFunction:  # runs the function without gradients, and again with them
             if early:
                 raise Lost("CheckpointFunction.apply was taken from its class: call torch.utils.checkpoint.checkpoint")
             return regions.reentrant(args[0], args[2:])

@@ -1,4 +1,4 @@
-"""What the capturing passes share: their error, and building graphs whose nodes know their fake values."""
+"""Shared by the capturing passes: their error, and a builder of graphs whose nodes have fake values."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 class CaptureError(AutotpError, RuntimeError):
-    """A model could not be captured; the message says where and what to try."""
+    """A model cannot be captured; the message says where and what to try."""
 
 
 def operator_name(target: Any) -> str:
-    """The schema's name of an operator, such as ``aten::add_``; a plain function's own name."""
+    """The name of an operator in its schema, such as ``aten::add_``; for other targets, the function's name."""
     if isinstance(target, OpOverload):
         return schema(target).name
     return getattr(target, "__name__", str(target))
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a number, or a size or stride of a tensor, in a node's value is not known before the node runs."""
+    """Whether a node's value contains symbolic numbers, or tensors with symbolic sizes or strides."""
     numbers: list[Any] = []
     for leaf in tree_leaves(value):
         numbers += [*leaf.shape, *leaf.stride()] if isinstance(leaf, Tensor) and leaf.layout is torch.strided else [leaf]
@@ -52,10 +52,10 @@ def is_symbolic(value: Any) -> bool:
 
 
 def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
-    """The permutation of dims that a transposing operator makes.
+    """The permutation of dims that a transposing operator performs.
 
-    Asked of the operator itself, on a tensor whose dims have different strides, so that every spelling
-    (``t``, ``transpose``, ``movedim``, ``mT``, ...) is correct by construction.
+    Found by running the operator on a tensor whose dims have different strides, so that all such operators
+    (``t``, ``transpose``, ``movedim``, ``mT``, ...) are correct by construction.
 
     Args:
         target: an operator that only permutes dims.
@@ -69,7 +69,7 @@ def outer_order(target: Any, rank: int, arguments: dict[str, Any]) -> list[int]:
 
 
 def _origin(trace: str | None) -> str | None:
-    """``file.py:LINE`` of the innermost frame that is the model's, not torch's."""
+    """``file.py:LINE`` of the innermost frame of a stack trace that is not in torch."""
     frames = [(f, line) for f, line in _FRAME.findall(trace or "") if not f.startswith(_TORCH)]
     return f"{Path(frames[-1][0]).name}:{frames[-1][1]}" if frames else None
 
@@ -97,15 +97,15 @@ class Builder:
         return node
 
     def run(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """``target`` on fake values, as torch.export runs it; gradients, modes, autocasts of the caller do not matter."""
+        """Runs ``target`` on fake values, as torch.export does; whatever the caller's grad mode, modes and autocast."""
         with DisableTorchFunction(), torch.no_grad(), enable_python_dispatcher(), self.mode:
             return target(*args, **kwargs)
 
     def emit(self, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, like: fx.Node) -> fx.Node:
-        """A new call that stands where ``like`` stood: it has its module, source and stack trace.
+        """Adds a call that replaces ``like``, with the module, source and stack trace of ``like``.
 
         Raises:
-            CaptureError: the target refuses these arguments.
+            CaptureError: the target fails on these arguments.
         """
         kwargs = kwargs or {}
         try:
@@ -119,14 +119,14 @@ class Builder:
         return self._describe(node, like, value)
 
     def copy(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-        """``node`` as it is, on new arguments that have the old ones' shapes and dtypes."""
+        """Adds a copy of ``node`` with new arguments, which have the shapes and dtypes of the old ones."""
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         return self._describe(new, node, node.meta.get("val"))
 
     def finish(self, output: Sequence[Any], *, functional: bool = True) -> fx.Graph:
-        """Ends the graph with a tuple; if it is functional, removes all calls that it does not need.
+        """Adds a tuple as the output; if the graph is functional, removes all unused calls.
 
-        Those that draw random numbers stay: what is drawn after them depends on them.
+        Calls that draw random numbers stay, since later draws depend on them.
         """
         self.graph.output(tuple(output))
         for node in reversed(list(self.graph.nodes)):

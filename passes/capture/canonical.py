@@ -1,7 +1,7 @@
-"""Makes a functional graph canonical: what computes nothing is removed, and everything else gets one spelling.
+"""Makes a functional graph canonical: removes operators that compute nothing, and replaces synonyms by one operator.
 
-What is left is what a planner must choose for. Views become ``reshape``, ``permute``, ``expand``, ``squeeze.dims``,
-``unsqueeze``, ``slice``, ``select`` and ``split_with_sizes``, all with concrete sizes.
+The planner chooses strategies for the remaining operators. Views become ``reshape``, ``permute``, ``expand``,
+``squeeze.dims``, ``unsqueeze``, ``slice``, ``select`` and ``split_with_sizes``, all with concrete sizes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _NUMBERS = (bool, int, float, SymBool, SymInt, SymFloat)
 
 
 def drop_checks(module: fx.GraphModule) -> None:
-    """Leaves out assertions in place, in all regions, and numbers taken from tensors (``.item()``) only for them.
+    """Erases assertions in all regions, and the numbers that only they read from tensors (``.item()``), in place.
 
-    Also copies that ``torch.export`` appends for buffers that were assigned, and names as no others: each is changed in
-    place already (`passes.capture.attributes.in_place`), and of a buffer that is new, torch writes to another.
+    Also erases the copies that ``torch.export`` appends for assigned buffers, which it names like no others: each buffer
+    is changed in place already (`passes.capture.attributes.in_place`), and for a new buffer, torch writes to another one.
     """
     for graph in graphs_of(module):
-        for node in graph.nodes:  # torch 2.13 forgets who reads a masked size where a region has a grad mode of its own
+        for node in graph.nodes:  # torch 2.13 loses users of a masked size if a region has its own grad mode
             for operand in node.all_input_nodes:
                 operand.users.setdefault(node)
         for node in reversed(graph.nodes):
@@ -47,13 +47,13 @@ def drop_checks(module: fx.GraphModule) -> None:
 def normalise(
     graph: fx.Graph, mode: FakeTensorMode, mutated: Collection[str] = (), shown: Collection[int] = ()
 ) -> fx.Graph:
-    """The same computation in fewer and plainer operators.
+    """Rewrites a graph in canonical operators.
 
     Args:
         graph: a flat functional graph whose nodes have fake values.
         mode: the fake mode of these values.
-        mutated: names of placeholders that whoever runs the graph will overwrite; copies of them stay copies.
-        shown: numbers of the outputs that nobody writes to; those are no copies.
+        mutated: names of placeholders that the caller of the graph will overwrite; clones of them are kept.
+        shown: indices of outputs that nobody writes to; these need not be copies.
 
     Returns:
         A new graph with the same placeholders and outputs.
@@ -81,7 +81,7 @@ def normalise(
             new[node] = _rewrite(build, node, mapped(node.args), mapped(dict(node.kwargs)))
             if operator_name(node.target) in _COPIES and new[node] in [new[n] for n in node.all_input_nodes]:
                 folded.add(node)
-        # Right behind what they detach, and once: where they stand in the first of many layers, they would set it apart.
+        # Emit one detach right after its operand: within the first of many layers, it would set that layer apart.
         for user in [user for user in node.users if operator_name(user.target) == "aten::detach"]:
             first = next(iter(n for n in node.users if n in new and operator_name(n.target) == "aten::detach"), None)
             new[user] = build.copy(user, mapped(user.args), {}) if first is None else new[first]
@@ -89,7 +89,7 @@ def normalise(
 
 
 def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any], folded: Collection[fx.Node]) -> Any:
-    """An output, as a copy where it was one that was folded into what it copies: whoever has it may write to it."""
+    """An output; if a copy of it was folded into its source, a new copy, since the caller may write to outputs."""
     if not isinstance(leaf, fx.Node):
         return leaf
     if _origin(leaf) in folded:
@@ -98,7 +98,7 @@ def _copied(build: Builder, leaf: Any, new: dict[fx.Node, Any], folded: Collecti
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What a chain of views shows."""
+    """The base of a chain of views and detaches."""
     while node.op == "call_function" and (operator_name(node.target) in VIEWS or node.target is aten.detach.default):
         node = node.all_input_nodes[0]
     return node
@@ -117,7 +117,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _first(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """Operators that only copy: with no writes in the graph, the copy is the thing itself, if its numbers are ready."""
+    """Folds a copy into its source: without writes, both are equal, unless conjugate or negative bits were resolved."""
     source = source_of(given)
     old, new = source.meta["val"], node.meta["val"]
     ready = old.is_conj() == new.is_conj() and old.is_neg() == new.is_neg()
@@ -125,7 +125,7 @@ def _first(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _one_hot(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """As torch computes it where it checks the classes; a trace of it compares them, and lets any pass."""
+    """Scatters ones, as torch does where it checks the classes; its traced form compares them, and accepts any class."""
     source = source_of(given)
     nothing = build.emit(aten.new_zeros.default, (source, list(node.meta["val"].shape)), like=node)
     places = build.emit(aten.unsqueeze.default, (source, -1), like=node)
@@ -134,7 +134,7 @@ def _one_hot(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 def _cast(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source, value = source_of(given), node.meta["val"]
-    if not isinstance(source, fx.Node):  # torch.vmap makes tensors of numbers so
+    if not isinstance(source, fx.Node):  # torch.vmap converts numbers to tensors by it
         return build.emit(aten.scalar_tensor.default, (source,), {"dtype": value.dtype, "device": value.device}, like=node)
     if _same(source.meta["val"], value):
         return source
@@ -148,7 +148,7 @@ def _dropout(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _neutral(element: float) -> Handler:
-    """A binary operator that gives its first operand back when the second is ``element``."""
+    """The handler of a binary operator that returns its first operand if the second is the number ``element``."""
 
     def handle(build: Builder, node: fx.Node, given: Arguments) -> Any:
         source, other = given["self"], given["other"]
@@ -161,7 +161,7 @@ def _neutral(element: float) -> Handler:
 
 
 def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """Gradients of shards are dense, whatever was asked for: the same numbers."""
+    """Drops ``sparse``: gradients of shards are dense, with the same values."""
     if not given["sparse"]:
         return None
     rest = (given[name] for name in ("weight", "indices", "padding_idx", "scale_grad_by_freq"))
@@ -169,7 +169,7 @@ def _embedding(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """Bags of one size, as ``nn.EmbeddingBag`` makes of two dims, where nothing but their embeddings is used."""
+    """Uses `embedding_bag` for bags of equal size, as ``nn.EmbeddingBag`` makes of 2-dim ids, if only result 0 is used."""
     ids, offsets, padding = given["indices"], given["offsets"], given.get("padding_idx")
     used = {user.args[1] for user in node.users if user.users}
     plain = padding is None and not given["scale_grad_by_freq"] and not given["include_last_offset"]
@@ -186,9 +186,9 @@ def _embedding_bag(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _bag_of_each(build: Builder, node: fx.Node, given: Arguments) -> fx.Node:
-    """Which bag each index is in; nothing where the model's kernel is one that does not say.
+    """The bag that each index is in; an empty tensor if the model's kernel returns none.
 
-    The kernel chooses by strides, which a reshard changes, and for bfloat16 torch's fake one is wrong.
+    The choice of kernel depends on strides, which a reshard changes; for bfloat16, torch's fake kernel is wrong.
     """
     old, kept = arguments_of(node, node.args, node.kwargs), node.meta["val"][1]
     weight, factors = old["weight"].meta["val"], old["per_sample_weights"]
@@ -203,7 +203,7 @@ def _bag_of_each(build: Builder, node: fx.Node, given: Arguments) -> fx.Node:
 
 
 def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """By statistics of its own, a group norm whose groups are channels; by running ones, batch norm's in evaluation."""
+    """A group norm with one channel per group; with running statistics, a batch norm in evaluation mode."""
     x, weight, bias, eps = (given[name] for name in ("input", "weight", "bias", "eps"))
     if given["use_input_stats"]:
         channels = x.meta["val"].shape[1]
@@ -213,7 +213,7 @@ def _instance_norm(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _cdist(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """With the kernel that torch chooses by the numbers of rows, which are others on a device: not each has all dtypes."""
+    """Fixes the kernel, which torch chooses by the numbers of rows: that for shards' rows may not support the dtype."""
     if given["p"] != 2 or given.get("compute_mode"):
         return None
     one, other = given["x1"], given["x2"]
@@ -222,7 +222,7 @@ def _cdist(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """Without vectors of nothing, which torch takes beside tensors of any rank."""
+    """Drops tensors of shape ``(0,)``, which torch accepts next to tensors of any rank."""
     value, tensors = node.meta["val"], given["tensors"]
     some = [n for n in tensors if value.dim() == 1 or n.meta["val"].shape != (0,)]
     if len(some) == 1 and _same(some[0].meta["val"], value):
@@ -232,15 +232,15 @@ def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _range(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    """``torch.linspace`` ends the gradients of tensors that it is given; its operator has none, and would raise."""
+    """Detaches tensor arguments, as ``torch.linspace`` does; the derivative of its operator would raise an error."""
     ended = {k: build.emit(aten.detach.default, (v,), like=node) if isinstance(v, fx.Node) else v for k, v in given.items()}
     args = tuple(ended.pop(name) for name in ("start", "end", "steps", "base") if name in ended)
     return build.copy(node, args, ended)
 
 
-#: Up to so many rows, torch takes differences of coordinates; from more on, a product.
+#: Up to this number of rows, torch computes distances from differences of coordinates; above, by a matrix product.
 _FEW_ROWS = 25
-#: What always makes a tensor of its own, though its numbers may be another's.
+#: Operators that always return a new tensor, even if its values equal an operand's.
 _COPIES = frozenset(
     f"aten::{name}" for name in ("clone", "lift_fresh_copy", "_to_copy", "add", "sub", "mul", "div", "true_divide", "cat")
 )

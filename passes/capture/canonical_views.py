@@ -1,4 +1,4 @@
-"""One spelling for every operator that rearranges a tensor, with concrete sizes and non-negative dims."""
+"""Replaces views by a few canonical operators, with concrete sizes and non-negative dims."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["VIEWS", "Arguments", "Handler", "reads_memory", "source_of"]
 aten = torch.ops.aten
 
 Arguments = dict[str, Any]
-"""New arguments by their names in the operator's schema, in its order, defaults filled in."""
+"""New arguments by their names in the operator's schema, in its order, with defaults filled in."""
 
 Handler = Callable[[Builder, fx.Node, Arguments], Any]
-"""Gives the new value of an old node from its new arguments: a node, a list of nodes, or None to copy it."""
+"""Returns the new value of an old node, given its new arguments: a node, a list of nodes, or None to copy the node."""
 
 
 def source_of(given: Arguments) -> Any:
@@ -38,7 +38,7 @@ def _reshape(build: Builder, node: fx.Node, given: Arguments) -> Any:
     source, shape = source_of(given), _shape(node)
     if _shape(source) == shape:
         return source
-    # Reshapes of reshapes are one: fewer operators for the planner, and its rule sees the whole change.
+    # Merge consecutive reshapes: the planner has fewer operators, and the rule sees the whole change.
     if source.target is aten.reshape.default:
         source = source.args[0]
         if _shape(source) == shape:
@@ -119,21 +119,21 @@ def _unbind(build: Builder, node: fx.Node, given: Arguments) -> Any:
 
 
 def _strided(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    # These read memory, not dims: the operand must lie as it lay in the model, whatever was dropped before.
+    # as_strided reads memory, not dims: its operand needs the strides that it had in the model.
     source, *rest = list(given.values())[: len(node.args)]
     read = node.all_input_nodes[0]
     old, new = read.meta["val"], source.meta["val"]
-    dropped = operator_name(read.target) == "aten::contiguous"  # which copies where strides are others
+    dropped = operator_name(read.target) == "aten::contiguous"  # which copies if the strides are others
     if dropped or (old.stride() != new.stride() and old.is_contiguous()):
         source = build.emit(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}, like=node)
     return build.emit(node.target, (source, *rest), {name: given[name] for name in node.kwargs}, like=node)
 
 
 def reads_memory(graph: fx.Graph, inputs: Collection[str]) -> bool:
-    """Whether an ``as_strided`` reads an input's memory, or what lies in memory as an input does.
+    """Whether an ``as_strided`` reads the memory of an input, or of a value whose strides may follow an input's.
 
     Raises:
-        CaptureError: it reads more of an input's memory than the input itself, which no rank is given.
+        CaptureError: it may read memory beyond the input itself, which no rank receives.
     """
     found = False
     for node in graph.nodes:
@@ -153,7 +153,7 @@ def reads_memory(graph: fx.Graph, inputs: Collection[str]) -> bool:
 
 
 def _complex(build: Builder, node: fx.Node, given: Arguments) -> Any:
-    # From both parts, which may lie anywhere: the view wants strides that a tensor which was moved need not have.
+    # Built from both parts, with any strides: the view requires strides that a resharded tensor may not have.
     source = given["self"]
     last = len(_shape(source)) - 1
     parts = tuple(build.emit(aten.select.int, (source, last, i), like=node) for i in (0, 1))
@@ -174,4 +174,4 @@ VIEWS: dict[str, Handler] = {
     "aten::select": _select,
     "aten::unbind": _unbind,
 }
-"""A handler for each view by its schema's name."""
+"""Schema name of a view -> its handler."""

@@ -1,9 +1,9 @@
-"""Which operators a model's ``torch.utils.checkpoint`` runs again in the backward pass.
+"""Marks the operators that a model's ``torch.utils.checkpoint`` recomputes in the backward pass.
 
-``torch.export`` runs a checkpointed function as any other and keeps no trace of it. While a model is captured, `marked`
-leaves the number of the call on every node that is traced inside one, and `checkpoint_of` reads it when the node is
-described. In models that were exported before, a checkpoint is an operator with a graph of its own; it is run as the
-function that it was.
+``torch.export`` traces a checkpointed function like any other, without a record of it. While a model is captured, `marked`
+puts the number of the checkpointed call on every node that is traced inside one, and `checkpoint_of` reads it when the
+node's note is made. In models that were exported before, a checkpoint is an operator with a graph of its own; it is called
+as the function that it was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from passes.torch_internals import (
 
 __all__ = ["Regions", "checkpoint_of", "marked"]
 
-_KEY = "checkpoint"  # in torch's ``node.meta["custom"]``, which export hands on
+_KEY = "checkpoint"  # in torch's ``node.meta["custom"]``, which export propagates
 _SAVED = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
@@ -43,20 +43,20 @@ class _Begun(NamedTuple):
 
 
 class Regions:
-    """The calls of checkpointed functions in one capture."""
+    """Tracks the calls of checkpointed functions in one capture, and marks the nodes that are traced in them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._open: list[_Begun] = []
 
     def begin(self) -> None:
-        """A checkpointed function begins."""
+        """Opens the call of a checkpointed function."""
         mode = get_proxy_mode()
         graph = mode.tracer.graph if mode is not None else None
         self._open.append(_Begun(next(self._numbers), graph, _last(graph)))
 
     def reentrant(self, run: Callable, given: Sequence[Any]) -> Any:
-        """What a reentrant checkpoint runs; like torch's, it has no gradients where none of what it is given has one."""
+        """Runs a reentrant checkpoint; as in torch, gradients are enabled only if an argument tensor requires one."""
         self.begin()
         try:
             with torch.set_grad_enabled(any(isinstance(one, Tensor) and one.requires_grad for one in given)):
@@ -65,7 +65,7 @@ class Regions:
             self.end()
 
     def end(self) -> None:
-        """The function that began last ends: what was traced since then is its part."""
+        """Closes the call that was opened last, and marks all nodes that were traced since then."""
         begun = self._open.pop()
         node = _last(begun.graph)
         while node is not None and node is not begun.last and node.op != "root":
@@ -73,7 +73,7 @@ class Regions:
             node = node.prev
 
     def asks(self, policy: Callable) -> Callable:
-        """The policy of a selective checkpoint, which leaves what it says on the operator that it is asked about."""
+        """Wraps the policy of a selective checkpoint, so that operators whose results it saves are marked as kept."""
 
         def asked(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             answer = policy(context, function, *args, **kwargs)
@@ -94,13 +94,13 @@ def _mark(node: fx.Node, found: Checkpoint) -> None:
 
 
 def checkpoint_of(node: fx.Node) -> Checkpoint:
-    """In which call of a checkpointed function an exported node was traced."""
+    """The checkpointed call in which an exported node was traced; number 0 if none."""
     return (node.meta.get("custom") or {}).get(_KEY, Checkpoint())
 
 
 @contextmanager
 def marked() -> Iterator[Regions]:
-    """Within it, nodes that are traced in checkpointed functions are marked; reentrant ones call `Regions` themselves."""
+    """Context manager that marks nodes traced in checkpointed functions; reentrant checkpoints call `Regions.reentrant`."""
     regions = Regions()
     hook, frame, caching = checkpoint_hook, CheckpointFrame, CachingTorchDispatchMode
     made, saves, tagged = caching.__init__, getattr(frame, "save_inputs", None), TagActivationCheckpoint.__call__
@@ -111,8 +111,8 @@ def marked() -> Iterator[Regions]:
     def run(self: Any, function: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_of(function))
 
-    # What all checkpoints that are not reentrant come to, wherever a model has ``checkpoint`` from. Nothing is saved for a
-    # backward pass: torch's hooks would, and an outer checkpoint's make export take the inner one for a no_grad block.
+    # All non-reentrant checkpoints enter this hook, wherever a model imported ``checkpoint`` from. Nothing is saved for the
+    # backward pass: torch's hooks would, and those of an outer checkpoint make export take the inner one for no_grad.
     hook.__enter__ = lambda self: regions.begin()  # type: ignore[method-assign]
     hook.__exit__ = lambda self, *error: regions.end()  # type: ignore[method-assign]
     if saves is not None:  # torch 2.12 and later

@@ -1,6 +1,6 @@
-"""Checks of a model to capture, and of what a call of it does and asks that no graph has.
+"""Checks on a model before capture, and on what its forward pass does or queries that a graph cannot represent.
 
-What it changes in Python is found by `attributes`.
+`attributes` finds the changes that a forward pass makes to Python state.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def require_call(args: Any, kwargs: Any) -> None:
-    """Refuses what are no arguments of a call."""
+    """Raises an error unless ``args`` is a sequence and ``kwargs`` a mapping or None."""
     require(args, Sequence, "args", "a tuple of a call's positional arguments, such as (x,)")
     require({} if kwargs is None else kwargs, Mapping, "kwargs", "a dict of a call's keyword arguments")
 
 
 def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
-    """Refuses what is no module, or distributed, or wrapped so that modules have other names; and what is no call of it."""
+    """Refuses models that are not modules, are distributed or wrapped, or hold unusable state; and malformed arguments."""
     require(model, nn.Module, "the model", "an instance of torch.nn.Module")
     require_call(args, kwargs)
     given = "give the model that it was made of"
@@ -105,7 +105,7 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
 
 
 def refuse_sparse(model: nn.Module, exported: fx.GraphModule) -> None:
-    """Refuses graphs with tensors that are not dense."""
+    """Refuses exported graphs that contain sparse or nested tensors."""
     for graph in graphs_of(exported):
         for node in graph.nodes:
             for value in tree_leaves(node.meta.get("val")):
@@ -114,7 +114,7 @@ def refuse_sparse(model: nn.Module, exported: fx.GraphModule) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """Refuses a trained parameter that shares memory with other state, and state that shares it behind torch's back."""
+    """Refuses trained parameters that overlap other state in memory, and state that overlaps without a common storage."""
     state = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if any(reach(tensor))}
     held = sorted((*reach(tensor), name) for name, tensor in state.items())
     for place, (_, end, name) in enumerate(held):
@@ -129,17 +129,17 @@ def check_memory(model: nn.Module) -> None:
 
 
 def check_tying(model: Any) -> None:
-    """Refuses a Hugging Face model whose input and output embeddings should be one but are two on meta."""
+    """Refuses Hugging Face models on meta whose input and output embeddings should be tied but are two parameters."""
     try:
         config: Any = getattr(model, "config", None)
-    except Exception:  # noqa: BLE001 - a __getattr__ of the user's
+    except Exception:  # noqa: BLE001 - a __getattr__ of the user may raise anything
         return
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(text, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return
     try:
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # as transformers has it for models without words
+    except NotImplementedError:  # transformers raises it for models without token embeddings
         return
     one, two = getattr(first, "weight", None), getattr(last, "weight", None)
     if one is not None and two is not None and one is not two and one.is_meta and one.shape == two.shape:
@@ -150,12 +150,12 @@ def check_tying(model: Any) -> None:
         )
 
 
-#: Whose forward hooks compute with tensors, which the graph then has: norms of weights, checkpoints, adapters.
+#: Packages whose forward hooks only compute with tensors, so the graph has them: weight norms, checkpoints, adapters.
 _TRACEABLE = ("torch", "transformers", "peft")
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuses hooks that the graph would not call, or that would run once, on fake tensors."""
+    """Refuses hooks that the graph would not call, or that would run only once, during capture, on fake tensors."""
     for name, module in model.named_modules():
         forward = bool(foreign_hooks(module, _TRACEABLE))
         if forward or has_backward_hooks(module):
@@ -170,16 +170,16 @@ _IN_PLACE = re.compile(r"(?!__).*_|.*_\..*|__(set|i(?!nit|nvert)).*__")  # add_,
 
 
 class Seen(TorchFunctionMode):
-    """Refuses new data for a tensor, which ``torch.export`` leaves out in silence, and notes parameters of no module.
+    """Records what a forward pass does that its graph lacks; refuses ``x.data = y``, which export silently ignores.
 
     Attributes:
-        data: what it does to tensors' ``data`` within a call, ``depth`` calls of the model deep.
-        parameters: those that are no part of the model. ``torch.export`` has their data only.
-        before, after: what `in_python` finds as calls of the model begin and end.
-        seeded, asked: where its code sets torch's random numbers, and asks what the graph cannot.
-        unmoved: results of ``contiguous()`` and the like that are their operands, where other strides make them copies.
-        written: tensors of no module that operators in place were given, and copies of what they were before:
-            ``torch.export`` computes with these for real.
+        data: the uses of ``x.data`` in the current call of the model; ``depth`` counts its nested calls.
+        parameters: by id, parameters that belong to no module of the model. ``torch.export`` keeps only their data.
+        before, after: what `in_python` finds when calls of the model begin and end.
+        seeded, asked: where the model's code seeds torch's generators; its queries that the graph does not make, and where.
+        unmoved: results of ``contiguous()`` and the like that are the operand itself, but are copies for other strides.
+        written: real tensors of no module that in-place operators were given, each with a copy of its previous value:
+            ``torch.export`` really changes these.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Seen(TorchFunctionMode):
                     self.written.append((leaf, leaf.clone()))
         if (asked := _ASKED.get(function)) is not None:
             frame = sys._getframe()
-            # Above the code that asks are this mode's frame and those of torch.export's modes.
+            # Skip the frames of this mode and of torch.export's modes, which lie between here and the model's code.
             while frame.f_back and frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
             place = _place_of(frame)
@@ -219,7 +219,7 @@ class Seen(TorchFunctionMode):
         return result
 
     def warn(self, asked: str, at: str) -> None:
-        """Says once that a model's own code asks something, if it is that which does."""
+        """Logs a warning, once per place, that the model's code queries ``asked``; does nothing if ``at`` is empty."""
         if at and (asked, at) not in self.asked:
             self.asked.add((asked, at))
             _log.warning(
@@ -228,13 +228,13 @@ class Seen(TorchFunctionMode):
             )  # fmt: skip
 
 
-#: By what ``forward`` may ask whether there are gradients, and how a tensor lies in memory.
+#: Attributes and methods by which ``forward`` may query gradients and strides: function -> its name in messages.
 _ASKED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn")}
 _ASKED |= {getattr(Tensor, name): f"{name}()" for name in ("is_contiguous", "stride", "storage_offset")}
 
 
 def _place_of(frame: FrameType) -> str:
-    """Where code is that is the model's, or calls torch.autograd.functional; nothing if it is torch's or this package's."""
+    """``file.py:LINE`` of a frame (or of the caller of torch.autograd.functional); empty in torch and in this package."""
     while frame.f_back and frame.f_code.co_filename.endswith("/torch/autograd/functional.py"):
         frame = frame.f_back
     file = frame.f_code.co_filename
@@ -244,13 +244,13 @@ def _place_of(frame: FrameType) -> str:
 
 @contextmanager
 def _asking(seen: Seen) -> Iterator[None]:
-    """Says where ``forward`` itself asks what the graph cannot: the answer is that of the capture at every call.
+    """Context manager that reports where ``forward`` queries the gradient mode: in the graph, the answer is constant.
 
     Args:
-        seen: is told, and where it sets torch's random numbers.
+        seen: receives these queries, and the places where ``forward`` seeds torch's generators.
     """
     asked = {name: getattr(torch, name) for name in ("is_grad_enabled", "is_inference_mode_enabled")}
-    mine = threading.get_ident()  # other threads may ask as they like
+    mine = threading.get_ident()  # queries of other threads do not concern the capture
 
     def answer(name: str) -> bool:
         if threading.get_ident() == mine:
@@ -273,7 +273,7 @@ def _asking(seen: Seen) -> Iterator[None]:
 
 
 def _warn_of_padding(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
-    """Says where torch's own module computes something else without gradients."""
+    """Forward hook that warns where torch's ``nn.TransformerEncoder`` computes something else without gradients."""
     fast = isinstance(module, nn.TransformerEncoder) and not module.training and module.use_nested_tensor
     if fast and (kwargs.get("src_key_padding_mask") is not None or (len(args) > 2 and args[2] is not None)):
         _log.warning(
@@ -285,10 +285,10 @@ def _warn_of_padding(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 
 @contextmanager
 def looking(model: nn.Module) -> Iterator[Seen]:
-    """While it lasts, calls of the model note what its graph will not have."""
+    """Context manager under which calls of the model record, in a `Seen`, what its graph will lack; undoes real writes."""
 
     def look(found: dict[str, Any], module: nn.Module, args: Any, *_: Any) -> None:
-        if vars(module) is vars(model):  # export may call a proxy of it
+        if vars(module) is vars(model):  # export may call a proxy of the model
             now = in_python(model) | {"lists or dicts among its arguments": (str(tree_structure(args)),)}
             found.update(now if found is seen.after else now | found)  # forward may call itself
             seen.depth += 1 if found is seen.before else -1
@@ -311,7 +311,7 @@ def looking(model: nn.Module) -> Iterator[Seen]:
 
 
 def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
-    """Says which changes of a forward pass the graph does not make."""
+    """Warns of changes to Python state in a forward pass that the graph does not make."""
     if names:
         _log.warning(
             "%s: forward changes %s, which the graph does not: every call begins with what was there when it was "
@@ -322,7 +322,7 @@ def warn_of_changes(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def warn_of_gradients(model: nn.Module, names: Sequence[str]) -> None:
-    """Says which buffers would carry gradients from call to call."""
+    """Warns of buffers whose new values would carry gradients from call to call."""
     if names:
         _log.warning(
             "%s: forward gives buffer %s a value with a gradient, which ends with the call; detach it, or return it and "
@@ -333,7 +333,7 @@ def warn_of_gradients(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def refuse_seeds(model: nn.Module, graph: fx.Graph, seeded: Sequence[str]) -> None:
-    """Refuses a model that draws random numbers and sets which ones: the graph draws the next ones."""
+    """Refuses a model that seeds torch's generators and draws random numbers: a graph cannot seed them."""
     if seeded and any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.nodes):
         raise CaptureError(
             f"{type(model).__name__}: forward sets torch's random numbers ({seeded[0]}) and draws some, and a graph cannot "
@@ -342,7 +342,7 @@ def refuse_seeds(model: nn.Module, graph: fx.Graph, seeded: Sequence[str]) -> No
 
 
 def refuse_copies(model: nn.Module, names: Collection[str]) -> None:
-    """Refuses changes of parameters of which a precision gives ``forward`` a copy in another dtype."""
+    """Refuses in-place changes of parameters of which, under a precision, ``forward`` has a copy in another dtype."""
     if names:
         raise CaptureError(
             f"{type(model).__name__}: forward changes {', '.join(sorted(names))} in place, and the precision gives it a "

@@ -1,6 +1,6 @@
 """Captures an unmodified model as a plain functional graph: ``torch.export``'s training IR, normalised.
 
-Nothing is run: all values are fake, and models on the meta device are welcome.
+Nothing is executed: all values are fake, and the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ class Captured:
 
     Args:
         graph_module: placeholders (parameters, buffers, constants, inputs), then ``call_function`` nodes,
-            then a tuple of the user's output leaves and the new values of what is changed in place. Every node's
-            ``meta`` has ``val`` (its fake value), ``module`` (dotted path of the module it came from) and
-            ``source`` (``file.py:LINE`` or None).
+            then a tuple of the user's output leaves and the new values of placeholders that are changed in place. Every
+            node's ``meta`` has ``val`` (its fake value); its `passes.graph.Note` has ``module`` (dotted path of the module
+            it came from) and ``source`` (``file.py:LINE`` or None).
         parameters: placeholder name -> the parameter's name; a tied parameter has one placeholder.
-        aliases: every other name of a tied parameter or buffer -> its first in ``model.named_parameters()``.
+        aliases: every other name of a tied parameter or buffer -> its first name in ``model.named_parameters()``.
         unused: names of parameters that no node uses; they get no gradient.
         buffers: placeholder name -> the buffer's name.
-        caches: placeholders of buffers that the graph writes and no state dict holds, which may rest in parts.
+        caches: placeholders of non-persistent buffers that the graph writes, which may rest sharded.
         constants: placeholder name -> a tensor written out in the model's code or held as an attribute.
         inputs: placeholder names in the order of the tensors of ``signature.flatten``.
-        outputs: number of the user's output leaves; those that are no tensors stand there as constants.
-        returned: number of these, and of the tensors of observed modules, which follow them.
-        mutations: placeholder of what is changed in place (buffers, parameters, inputs) -> name of the node with its new
-            value, in the order in which these follow what is returned.
-        written: what more is known of these changes.
+        outputs: number of the user's output leaves; non-tensor leaves are constants among the outputs.
+        returned: number of the user's output leaves and the tensors of observed modules, which follow them.
+        mutations: placeholder that is changed in place (buffer, parameter, input) -> name of the node with its new value;
+            in the order of these nodes among the outputs, which follow the returned ones.
+        written: further properties of these changes.
         signature: how the model is called.
         observed: when hooks of observed modules run, in order.
-        precision: under which it was captured, as `passes.capture.precision.precision_name` has it. Placeholders of
-            parameters have the dtypes in which they are used; in which they rest, their notes say (`passes.graph.Cast`).
-        left: attributes that the forward pass leaves, whose tensors follow the user's among ``outputs``.
-        changed: attributes that the forward pass sets or changes in Python, which the graph does not.
-        attributes: paths of plain attributes whose tensors it changes from call to call: buffers of the graph, too.
-        reads: paths of those whose tensors are constants of the graph.
-        flows: number of an output -> those of others that the model makes of it (see `passes.graph.made_of`), though the
-            graph may do without what it is made by, such as a copy.
+        precision: the precision of the capture, as `passes.capture.precision.precision_name` writes it. Placeholders of
+            parameters have the dtypes in which they are used; their notes have those at rest (`passes.graph.Cast`).
+        left: attributes that the forward pass sets; their tensors are the last ones among the ``outputs``.
+        changed: attributes that the forward pass sets or changes in Python and the graph does not.
+        attributes: paths of plain attributes whose tensors the model changes from call to call; buffers of the graph, too.
+        reads: paths of plain attributes whose tensors are constants of the graph.
+        flows: number of an output -> those of the outputs that the model computes from it (see `passes.graph.made_of`),
+            including those for which the graph lacks the operators between, such as a copy.
     """
 
     graph_module: fx.GraphModule
@@ -96,20 +96,20 @@ class Captured:
 
     @property
     def answered(self) -> tuple[Any, ...]:
-        """What calls make of the graph's outputs."""
+        """How calls interpret the graph's outputs: the output tree, the observed moments and the attributes to set."""
         return self.signature.out_spec, self.observed, self.left
 
     def said(self, number: int) -> str:
-        """What an output of the graph is, for messages."""
+        """A description of an output of the graph, for messages."""
         shown = [moment.module for moment in self.observed if Place(number) in moment.leaves]
         return f"output {number}" if number < self.outputs else f"what module {shown[0]!r} is given or returns"
 
     def answer(self, modules: Sequence[nn.Module], outputs: Sequence[Any]) -> Any:
-        """What a call returns; leaves on modules, which are those of ``model.modules()``, what it leaves there.
+        """The result of a call, from the graph's outputs; also sets the attributes in ``left`` on the modules.
 
         Args:
-            modules: of the model, or of what stands for it.
-            outputs: of the graph.
+            modules: the modules of the model or its stand-in, in the order of ``model.modules()``.
+            outputs: the graph's outputs.
         """
         found = self.signature.unflatten(outputs[: self.outputs])
         if not self.left:
@@ -120,12 +120,12 @@ class Captured:
         return made
 
     def title(self, name: str) -> str:
-        """What a placeholder is, for messages."""
+        """A description of a placeholder, for messages."""
         kind = "parameter" if name in self.parameters else "buffer" if name in self.buffers else "input"
         return f"{kind} {({**self.parameters, **self.buffers}).get(name, name)}"
 
     def values(self, state: Mapping[str, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Placeholder name -> its value: a parameter or buffer, a constant, or one of a call's arguments."""
+        """Placeholder name -> its value in a call: a parameter or buffer of ``state``, a constant, or an argument."""
         held = {name: state[fqn] for name, fqn in {**self.parameters, **self.buffers}.items()}
         given = zip(self.inputs, self.signature.flatten(tuple(args), dict(kwargs)), strict=True)
         return {**held, **self.constants, **dict(given)}
@@ -142,20 +142,20 @@ def capture(
     """Captures a model's forward pass for the shapes of an example call.
 
     Args:
-        model: any module that ``torch.export`` can trace; its training mode counts.
-        args: example positional arguments; a ``DTensor`` stands for a tensor of its whole shape.
-        kwargs: example keyword arguments; with neither, a Hugging Face model's ``dummy_inputs``.
+        model: any module that ``torch.export`` can trace, in training or evaluation mode, which the graph keeps.
+        args: example positional arguments; a ``DTensor`` stands for a tensor of its global shape.
+        kwargs: example keyword arguments; without any arguments, a Hugging Face model's ``dummy_inputs`` are used.
         precision: see `passes.capture.precision`; None leaves dtypes as they are.
-        outputs: ``whole``, or ``dtensor``: what the model returns may stay sharded. Every output is then an operator of
-            its own, a view whose strategy says how.
-        observe: names of modules, or patterns of names: what these are given and return is returned by the graph, and may
-            stay sharded.
+        outputs: ``whole``, or ``dtensor``: the model's outputs may stay sharded. Every output is then an operator of its
+            own, a view whose strategy determines the layout.
+        observe: names of modules, or patterns of names; the graph returns the inputs and outputs of these modules too,
+            which may stay sharded.
 
     Raises:
         AutotpError: a pattern matches no module's name, or the model and the precision contradict each other.
         CaptureError: the model cannot be exported, or does something that has no functional form.
         TypeError: the example arguments do not fit the model's ``forward``.
-        ValueError: no example inputs, or a model whose tied weights came apart on the meta device.
+        ValueError: there are no example inputs, or the model's tied weights came apart on the meta device.
     """
     if detect_fake_mode(()) is not None or transforming():
         within = "a FakeTensorMode, in which it may be made, or a transform of torch.func"
@@ -182,7 +182,7 @@ def _captured(
     outputs: str,
     observe: Sequence[str],
 ) -> Captured | tuple[str, ...]:
-    """A model's graph, or the plain attributes that it needs as buffers."""
+    """Captures a model; if plain attributes have to be buffers first, returns their paths instead."""
     checks.check_memory(model)
     policy = policy_of(precision)
     casts: Mapping[str, Cast] = {}
@@ -205,7 +205,7 @@ def _captured(
     drop_checks(exported)
     graph = inline_regions(exported, mode, names.placeholders, names.renamed, names.constants, names.inputs)
     kinds = dict.fromkeys(names.parameters, "parameter") | dict.fromkeys((*names.buffers, *names.attributes), "buffer")
-    note_unmoved(seen.unmoved, [graph])  # its placeholders, which are new
+    note_unmoved(seen.unmoved, [graph])  # for its new placeholders
     graph, written = functionalise(graph, mode, kinds | dict.fromkeys(names.inputs, "input"))
     strided = written.strided or reads_memory(graph, names.inputs)
     written = replace(written, strided=strided, drawn=draws_as_laid(graph, names.inputs))
@@ -266,7 +266,7 @@ def _export(
     observe: Sequence[str],
     left: tuple[Left, ...] = (),
 ) -> tuple[torch.export.ExportedProgram, list[Moment], tuple[Left, ...], dict[str, Any], checks.Seen]:
-    """A model's program, its observed moments, what it leaves on itself, what else it changes, and what was seen of it."""
+    """The exported program, the observed moments, the attributes that are set, other changes of state, and the records."""
     observed = matching(model, observe)
     try:
         with (
@@ -289,7 +289,7 @@ def _export(
 
 
 class _Names:
-    """Which placeholder holds what: export's placeholders without duplicates and constant arguments."""
+    """Maps placeholders to parameters, buffers, constants and inputs; merges duplicates and drops constant arguments."""
 
     def __init__(
         self, model: nn.Module, program: torch.export.ExportedProgram, values: Mapping[str, Any],
@@ -328,7 +328,7 @@ class _Names:
                 self.renamed[name] = holders[fqn]
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 data = program.constants[spec.target]
-                values[name].constant = None  # with which a fake tensor of one element computes for real, in place too
+                values[name].constant = None  # a fake tensor of one element would compute with it, in place too
                 same = [each for each in foreign if each.is_meta == data.is_meta is False and data.is_set_to(each)]
                 self.constants[name] = same[0] if same else data
                 if attributes.plain(model, spec.target) is not None:
@@ -345,5 +345,5 @@ class _Names:
 
 
 def _unreserved(name: str) -> str:
-    """An argument's name that is free in generated code: fx renames nodes called ``input`` or ``device`` on its own."""
+    """An argument's name that fx does not change: it renames nodes called ``input`` or ``device`` in generated code."""
     return name if fx.Graph().placeholder(name).name == name else f"{name}_"

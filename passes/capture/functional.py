@@ -1,7 +1,7 @@
-"""Operators without side effects, which stand in for torch's that have some.
+"""Operators without side effects that replace torch's operators with side effects.
 
-Those of the library ``autotp`` are operators, not functions, so that a plan names them by what they are, wherever they are
-defined.
+Those in the ``autotp`` library are registered operators, not functions, so that their names in plans do not depend on where
+they are defined.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-#: Operators that take no more than the shape of a tensor.
+#: Operators that read only the shape of a tensor.
 _SHAPED = re.compile(r"^aten::(\w+_like|new_\w+)$")
 _RENAMED = {
     ("aten::bernoulli_", "float"): aten.bernoulli.p,
@@ -58,13 +58,13 @@ def _batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Batch normalisation by the batch's own statistics, with the new running statistics as results.
+    """Batch normalisation by the batch's own statistics, which also returns the new running statistics.
 
     Args:
         x: ``[batch, channels, ...]``.
         weight: scale per channel, or None.
         bias: shift per channel, or None.
-        running_mean: running mean per channel, or None where none is kept.
+        running_mean: running mean per channel, or None if none is kept.
         running_var: running unbiased variance per channel, or None.
         momentum: weight of this batch in the running statistics.
         eps: added to the variance.
@@ -76,10 +76,10 @@ def _batch_norm_train(
     out = torch.nn.functional.batch_norm(x, None, None, weight, bias, True, momentum, eps)
     if running_mean is None or running_var is None:
         return out, running_mean, running_var
-    if x.numel() == 0:  # there is nothing to learn from
+    if x.numel() == 0:  # no statistics to add
         return out, running_mean.clone(), running_var.clone()
     dims = [d for d in range(x.dim()) if d != 1]
-    # torch's kernel keeps the statistics of halves in float32 and rounds what they are added to once.
+    # For half-precision inputs, torch's kernel computes the statistics in float32, and rounds the updated ones once.
     wide = torch.promote_types(torch.promote_types(x.dtype, running_mean.dtype), torch.float32)
     var, mean = torch.var_mean(x.detach().to(wide), dims, correction=1)
     new_mean = (1 - momentum) * running_mean.detach().to(wide) + momentum * mean
@@ -88,13 +88,13 @@ def _batch_norm_train(
 
 
 def _embedding_bag(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: int) -> Tensor:
-    """Sums, means or the largest of embeddings, of bags of one size, without what ``aten.embedding_bag`` gives besides.
+    """Reduces the embeddings of bags of equal size, without the auxiliary results of ``aten.embedding_bag``.
 
     Args:
         weight: ``[words, embedding]``.
         ids: ``[bags, words of a bag]``.
-        factors: what to multiply each embedding by, in the shape of ``ids``, or None.
-        mode: torch's number: 0 for sums, 1 for means, 2 for the largest.
+        factors: per-sample weights of the embeddings, in the shape of ``ids``, or None.
+        mode: torch's code of the reduction: 0 for sum, 1 for mean, 2 for max.
 
     Returns:
         ``[bags, embedding]``.
@@ -104,7 +104,7 @@ def _embedding_bag(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: in
 
 
 class _Renewed(torch.autograd.Function):
-    """A leaf after a write that autograd did not see: its new value, whose gradient is the leaf's."""
+    """The new value of a leaf after a write that autograd does not record; its gradient goes to the leaf unchanged."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, new: Tensor) -> Tensor:  # type: ignore[override]
@@ -119,7 +119,7 @@ _LIBRARY.define(
     "batch_norm_train(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, float momentum, "
     "float eps) -> (Tensor, Tensor?, Tensor?)"
 )
-# Composite: autograd, tracing and devices see what the function itself does.
+# Composite: autograd, tracing and devices see the operators that the function calls.
 _LIBRARY.impl("batch_norm_train", _batch_norm_train, "CompositeImplicitAutograd")
 
 _LIBRARY.define("embedding_bag(Tensor weight, Tensor ids, Tensor? factors, int mode) -> Tensor")
@@ -140,14 +140,14 @@ def is_statistic(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a graph changes in place.
+    """The in-place changes of a graph.
 
     Attributes:
-        places: placeholder -> position of its new value among the outputs, where these follow the model's own.
-        frozen: parameters that are changed while gradients are on, as torch allows where they need none.
-        carried: buffers whose new value has a gradient, which ends with the call.
-        strided: what is changed, or read, depends on how inputs lie in memory.
-        drawn: so does what is drawn, if as one device draws.
+        places: placeholder -> index of its new value among the outputs; the new values follow the model's own outputs.
+        frozen: parameters that are changed while gradients are enabled, which torch allows if they require none.
+        carried: buffers whose new value has a gradient; the gradient ends with the call.
+        strided: whether what is changed or read depends on the strides of inputs.
+        drawn: whether random numbers depend on the strides of inputs, if they are drawn as on one device.
     """
 
     places: Mapping[str, int] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Written:
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether a node changes one of its arguments in place."""
+    """Whether a node writes to one of its arguments in place."""
     return bool(writes(node.target))
 
 
@@ -169,7 +169,7 @@ def writes(target: Any) -> list[int]:
 
 
 class Flow:
-    """Which values of a graph may carry a gradient to a parameter or an input.
+    """Determines which values of a graph may propagate a gradient to a parameter or an input.
 
     Args:
         kinds: see `passes.capture.writes.functionalise`.
@@ -180,12 +180,12 @@ class Flow:
         self.known: dict[tuple[bool, bool], dict[fx.Node, bool]] = {}
 
     def reaches(self, node: Any, *, flat: bool = False, inputs: bool = True) -> bool:
-        """Whether a value does.
+        """Whether a value may propagate a gradient.
 
         Args:
-            node: the value; what is no node carries none.
-            flat: as the graph has it, which has no blocks without gradients; otherwise as the model has it.
-            inputs: to an input too, or to a parameter that is frozen now.
+            node: the value; False for values that are not nodes.
+            flat: ignore the model's blocks without gradients, which the flat graph does not have.
+            inputs: whether gradients to inputs and to frozen parameters count too.
         """
         if not isinstance(node, fx.Node):
             return False
@@ -214,12 +214,13 @@ class Flow:
 
 @functools.cache
 def copying(target: Any) -> Any:
-    """Of an operator of the user's that writes to arguments, one that writes to copies, and returns these as well.
+    """A functional version of a custom operator that writes to arguments: it writes to copies, and returns these too.
 
-    torch's own have out-of-place forms (`out_of_place`), which for others nothing promises, whatever their names.
+    For torch's own operators see `out_of_place`; no naming convention guarantees an out-of-place form for others.
 
     Returns:
-        The operator, or None where arguments that are written are no single tensors, or what is returned is not new.
+        The operator, which returns the results and then the copies; None if a written argument or a result is not a single
+        tensor, or a result aliases an argument.
     """
     described = schema(target)
     written = [described.arguments[i].name for i in writes(target)]
@@ -247,7 +248,7 @@ def copying(target: Any) -> Any:
 
 
 def out_of_place(target: Any) -> Any:
-    """The operator of torch's own that gives what another writes, or ``None``."""
+    """The out-of-place form of an in-place or ``out=`` operator of torch, or ``None``."""
     name, overload = schema(target).name, schema(target).overload_name
     if (name, overload) in _RENAMED:
         return _RENAMED[name, overload]
@@ -261,7 +262,7 @@ def out_of_place(target: Any) -> Any:
 
 
 def diagonal_filled(build: Builder, x: Any, fill_value: Any, wrap: bool = False, *, like: fx.Node) -> fx.Node:
-    """What ``fill_diagonal_`` makes of a tensor: every so many elements of one that is contiguous are on its diagonal."""
+    """An out-of-place ``fill_diagonal_``: in contiguous memory, diagonal elements are a constant step apart."""
     emit, of = functools.partial(build.emit, like=like), x.meta["val"]
     step, count = 1, of.numel()
     for size in of.shape[:0:-1]:
@@ -274,12 +275,12 @@ def diagonal_filled(build: Builder, x: Any, fill_value: Any, wrap: bool = False,
 
 
 def no_form(node: fx.Node) -> CaptureError:
-    """Of a write that nothing can stand in for."""
+    """The error for a write that has no out-of-place form."""
     return CaptureError(f"{where(node)}: {node.target} has no out-of-place form; use an out-of-place operator")
 
 
 def _without_writes(packet: Any, target: Any) -> Any:
-    """The overload that takes the same and gives what this one writes, such as ``div.Tensor`` for ``div.out``."""
+    """The overload without writes that takes the same arguments, such as ``div.Tensor`` for ``div.out``."""
     wanted = [(a.name, str(a.type)) for a in schema(target).arguments if not a.is_out]
     every = (getattr(packet, overload) for overload in packet.overloads()) if packet is not None else ()
     taken = {each: [(a.name, str(a.type)) for a in schema(each).arguments] for each in every if not writes(each)}
@@ -287,24 +288,24 @@ def _without_writes(packet: Any, target: Any) -> Any:
 
 
 class Data:
-    """What ``forward`` does to ``x.data``, which is ``x.detach()`` in a graph.
+    """Tracks uses of ``x.data`` in ``forward``, which a graph represents as ``x.detach()``.
 
-    Unlike that, ``data`` does not count as changed in place: where autograd has kept ``x``, a backward pass would go on
-    with the new values, which a graph does not have there. Such writes are refused.
+    Unlike writes to ``x.detach()``, writes to ``x.data`` do not bump the version of ``x``: if autograd has saved ``x``, the
+    backward pass would use the new values, which a graph does not reproduce. Such writes are refused.
     """
 
-    #: What reads and sets it.
+    #: The functions that read and set ``x.data``.
     ACCESS = frozenset((Tensor.data.__get__, Tensor.data.__set__))  # type: ignore[attr-defined]
 
     def __init__(self) -> None:
-        self._made, self._read = dict[int, Tensor](), dict[int, Tensor]()  # by a memory's number, which they keep theirs
+        self._made, self._read = dict[int, Tensor](), dict[int, Tensor]()  # by storage id, which they keep in use
         self._computed: set[int] = set()
 
     def access(self, x: Tensor, *to: Tensor) -> Tensor | None:
-        """The data of a tensor, or the same again as it is set after it was changed in place (``x.data *= 2``).
+        """Reads ``x.data``; or sets it to the same memory, as in-place operators do (``x.data *= 2``).
 
         Raises:
-            CaptureError: it is set to something else.
+            CaptureError: it is set to other memory, or with another dtype, shape or strides.
         """
         if not to:
             made = x.detach()
@@ -320,10 +321,10 @@ class Data:
         return None
 
     def called(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, in_place: bool) -> None:
-        """Notes what a function has read for a gradient.
+        """Records which memory a called function has read if its result requires a gradient.
 
         Raises:
-            CaptureError: it has written to data that may have been kept for one.
+            CaptureError: the function has written to ``x.data`` whose memory may have been saved for the backward pass.
         """
         written = [*(args[:1] if in_place or kwargs.get("inplace") is True else ()), kwargs.get("out")]
         if self._made and self._made.keys() & self._memory(written) & (self._read.keys() | self._computed):
@@ -337,6 +338,6 @@ class Data:
     @staticmethod
     def _memory(values: Any) -> dict[int, Tensor]:
         found = (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.layout is torch.strided)
-        with suppress(NotImplementedError):  # what a transform such as vmap has wrapped has none
+        with suppress(NotImplementedError):  # tensors wrapped by a transform such as vmap have no storage
             return {storage_id(each): each for each in found}
         return {}

@@ -1,8 +1,8 @@
-"""What a model's own constants decide: how many elements a mask selects, and attention masks that are causal, or nothing.
+"""Evaluates constants of a model: how many elements a mask selects, and which attention masks are causal or hide nothing.
 
-To ``torch.export``, what a mask selects has a size that depends on data, even if the model writes the mask out. There,
-transformers writes every mask out, since it cannot look at one: an attention with a mask of its own runs two to
-three times as long as one that a kernel knows to be causal, and saves the mask.
+To ``torch.export``, the number of elements that a mask selects depends on data, even if the mask is a constant of the
+model. During export, transformers materialises every attention mask, since it cannot inspect one: attention with an
+explicit mask takes two to three times as long as with ``is_causal``, and saves the mask.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["Constants", "recognise_masks"]
 
 aten = torch.ops.aten
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-#: Elements beyond which nobody looks, of what has to be computed: about as many bytes and nanoseconds.
+#: Most elements of a value that is computed to inspect a mask: about as many bytes and nanoseconds.
 _MOST = 2**30
-#: Elements of all values that are kept, as some of them may be asked for: at most a few times as many bytes.
+#: Most elements of all computed values that are kept for later use: at most a few times as many bytes.
 _KEPT = 2**28
-#: Operators on every element that torch does not tag so.
+#: Pointwise operators that torch does not tag as such.
 _UNTAGGED = ("aten::__and__", "aten::__or__", "aten::where")
 
 
 class Constants:
-    """Calls in a graph that is being built whose sizes constants decide.
+    """Evaluates values that depend on constants alone, to find the sizes of calls in a graph that is being built.
 
     Args:
-        builder: of the graph, which may write in place.
-        given: placeholder name -> its tensor, of the graph's constants; new ones are added. Parameters among them are none,
-            as they are trained.
-        inputs: placeholders that follow the constants.
+        builder: builder of the graph, which may write in place.
+        given: placeholder name -> tensor, for the graph's constants; new ones are added. Parameters among them do not count
+            as constants, since they are trained.
+        inputs: names of the placeholders that follow the constants.
     """
 
     def __init__(self, builder: Builder, given: MutableMapping[str, Tensor], inputs: Collection[str]) -> None:
@@ -50,10 +50,10 @@ class Constants:
         self._seen: set[fx.Node] = set()
         self._made: dict[fx.Node, Tensor] = {}
         self._room = _KEPT
-        self._lost: list[Any] = []  # kept, so that nothing else gets their memory
+        self._lost: list[Any] = []  # kept alive, so that their memory is not reused
 
     def decided(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of a node of which export does not know all sizes, on new arguments: a node, numbers, or both.
+        """Rebuilds a call with symbolic sizes on new arguments, with concrete sizes; returns nodes, numbers, or both.
 
         Raises:
             CaptureError: sizes depend on data.
@@ -79,14 +79,14 @@ class Constants:
         return emit(node.target, args, kwargs)
 
     def _places(self, index: Any, node: fx.Node) -> list[Any]:
-        """Where a mask is true, dim by dim; any other index as it is."""
+        """The indices, one per dim, at which a constant mask is true; any other index as it is."""
         mask = isinstance(index, fx.Node) and index.meta["val"].dtype in (torch.bool, torch.uint8)
         if not mask or not self._known(index):
             return [index]
         return [self._constant(each, node) for each in self._run(aten.where.default, (index,), {})]
 
     def _constant(self, value: Any, like: fx.Node) -> Any:
-        """A copy of a tensor that is a constant of the graph; numbers are what they are."""
+        """A clone of a constant of the graph that holds a tensor; numbers are returned as they are."""
         if not isinstance(value, Tensor):
             return value
         same = [node for node, made in self._made.items() if made.dtype == value.dtype and torch.equal(made, value)]
@@ -103,7 +103,7 @@ class Constants:
         return node
 
     def _known(self, value: Any) -> bool:
-        """Whether what a call is given depends on constants alone, as all that stands before it does or does not."""
+        """Whether all nodes in ``value`` depend on constants alone; first evaluates the nodes added since the last call."""
         for node in self.builder.graph.nodes:
             if node not in self._seen:
                 self._seen.add(node)
@@ -140,7 +140,7 @@ class Constants:
                 raise CaptureError(f"{target} of constants, whose result a shape depends on: {error}") from error
 
     def _forget(self, written: Tensor) -> None:
-        """Nothing is known any more of memory that is written with what is not."""
+        """Drops all values that share the memory of ``written``, as it was overwritten with an unknown value."""
         self._lost.append(written)
         memory = written.untyped_storage().data_ptr()
         for node, value in list(self._values.items()):
@@ -149,14 +149,14 @@ class Constants:
 
 
 def _repeats(node: fx.Node) -> bool:
-    """Whether a node gives the same whenever it runs on the same arguments."""
+    """Whether a node is deterministic: an ATen operator that draws no random numbers, or ``getitem``."""
     ours = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
     return (ours and not draws(node)) or node.target is operator.getitem
 
 
 def recognise_masks(graph: fx.Graph) -> None:
-    """Replaces masks in place; what computes a mask that nothing reads any more is left out."""
-    constant: dict[fx.Node, set[fx.Node]] = {}  # a mask -> all that it is computed of
+    """Replaces masks that are causal or hide nothing by ``is_causal`` or None, in place; erases their unused nodes."""
+    constant: dict[fx.Node, set[fx.Node]] = {}  # a mask -> all nodes that it is computed from
     said: dict[fx.Node, str] = {}
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         given: Any = (*node.args, *(None, 0.0, False)[len(node.args) - 3 :])
@@ -175,7 +175,7 @@ def recognise_masks(graph: fx.Graph) -> None:
 
 
 def _constants(mask: fx.Node) -> set[fx.Node]:
-    """What a mask is computed of, itself included; nothing if it depends on an input or is not worth looking at."""
+    """All nodes that a mask is computed from, and itself; empty if it depends on a placeholder or cannot be evaluated."""
     needed, stack = {mask}, [mask]
     while stack:
         node = stack.pop()
@@ -191,7 +191,7 @@ def _constants(mask: fx.Node) -> set[fx.Node]:
 
 
 def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
-    """``causal``, ``nothing`` where it hides nothing, or empty for any other mask."""
+    """``causal``; ``nothing`` if the mask hides nothing; the empty string for any other mask."""
     rows, columns = mask.meta["val"].shape[-2:]
     if rows != columns:
         return ""
@@ -215,11 +215,11 @@ def _meaning(graph: fx.Graph, mask: fx.Node, needed: set[fx.Node]) -> str:
 
 
 class _TooLarge(Exception):
-    """A value takes too long to look at."""
+    """A value has too many elements to compute."""
 
 
 def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
-    """What an operator gives on the CPU, with stride 0 along the dims that repeat: sequences of a batch are all alike."""
+    """Runs an operator on the CPU; the result has stride 0 along dims that repeat, such as the batch of a mask."""
     target: Any = node.target
     shape = node.meta["val"].shape
     args: Any
@@ -242,24 +242,24 @@ def _value(node: fx.Node, values: dict[fx.Node, Any]) -> Tensor:
         first = made.narrow(dim, 0, min(1, made.shape[dim])).expand_as(made)
         if made.stride(dim) and torch.equal(first, made):
             made = first
-    return _shrunk(made, _repeated(made, made.dim())).clone().expand(shape)  # what it was made in is as large as a batch
+    return _shrunk(made, _repeated(made, made.dim())).clone().expand(shape)  # the uncloned one holds a whole batch
 
 
 def _repeated(value: Tensor, rank: int) -> set[int]:
-    """The dims, counted from the last, along which a value of some rank is the same everywhere."""
+    """The dims, counted from the last, along which a value broadcast to ``rank`` dims repeats (size 1 or stride 0)."""
     own = range(-value.dim(), 0)
     return {d for d in range(-rank, 0) if d not in own or value.shape[d] == 1 or value.stride(d) == 0}
 
 
 def _shrunk(value: Tensor, dims: set[int]) -> Tensor:
-    """The first element along some dims, as many as there are."""
+    """A view of the first element along the given dims; a dim without elements stays empty."""
     for dim in dims.intersection(range(-value.dim(), 0)):
         value = value.narrow(dim, 0, min(1, value.shape[dim]))
     return value
 
 
 def _real(leaf: Any, values: dict[fx.Node, Any]) -> Any:
-    """An argument for a run on the CPU: the model may be on meta."""
+    """An argument for a run on the CPU: nodes become their values, and devices the CPU (the model may be on meta)."""
     if isinstance(leaf, fx.Node):
         return values[leaf]
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf

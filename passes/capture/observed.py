@@ -1,9 +1,9 @@
-"""What a model shows besides what it returns: what observed modules are given and return, and what it leaves on itself.
+"""Makes more values outputs of the graph: the inputs and outputs of observed modules, and attributes that the model sets.
 
-``torch.export`` calls forward hooks, once and on fake tensors. While a model is captured, hooks of this file copy what
-observed modules are given and return, as it is at that moment, and the attributes that the forward pass has set at its
-end. Hooks of the model itself hand the copies out behind what the model returns. Once writes are values, copies are what
-they are copies of, so they cost nothing.
+``torch.export`` calls forward hooks, once and on fake tensors. While a model is captured, hooks of this file copy the
+inputs and outputs of observed modules at that moment, and, at the end of the forward pass, the attributes that it has set.
+Hooks of the model itself return the copies after the model's own result. Once the graph is functional, the copies are
+folded into their sources, so they cost nothing.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from passes.torch_internals import (
 
 __all__ = ["Moment", "Place", "apart", "copied", "foreign_hooks", "leaving", "matching", "numbered", "observing", "renewed"]
 
-#: What hooks can be shown besides tensors.
+#: Types of values other than tensors that hooks can receive.
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 class Place(NamedTuple):
-    """Where a tensor is: its number among those that were copied, and then among the graph's outputs."""
+    """Stands for a tensor: its index among the copied tensors; after `numbered`, among the graph's outputs."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment of a forward pass, at which hooks of an observed module run.
+    """A point of a forward pass at which hooks of an observed module run.
 
     Attributes:
         module: the module's name.
-        index: its place in ``model.modules()``.
-        before: whether the module begins then, or has ended.
-        spec: the tree of what it is given, ``(args, kwargs)``, and of what it returns, if it has ended.
-        leaves: of that tree: a `Place`, or a value that is no tensor.
+        index: its index in ``model.modules()``.
+        before: True for forward pre-hooks, False for forward hooks.
+        spec: the tree of the hooks' arguments: ``(args, kwargs)``, or ``(args, kwargs, output)`` for forward hooks.
+        leaves: the leaves of that tree: a `Place` for a tensor, and any other value itself.
     """
 
     module: str
@@ -64,24 +64,24 @@ class Moment:
     leaves: tuple[Any, ...]
 
     def values(self, outputs: Sequence[Any]) -> Any:
-        """Positional and keyword arguments, and what the module returned, if it has ended.
+        """The module's positional and keyword arguments and, for forward hooks, its output.
 
         Args:
-            outputs: of the graph.
+            outputs: the graph's outputs.
         """
         return tree_unflatten([outputs[x.number] if isinstance(x, Place) else x for x in self.leaves], self.spec)
 
     def tensors(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """The tensors among ``values``."""
+        """The tensors among `values`."""
         return [outputs[leaf.number] for leaf in self.leaves if isinstance(leaf, Place)]
 
 
 def foreign_hooks(module: nn.Module, known: Container[str]) -> list[int]:
-    """torch's numbers of a module's forward hooks that none of some libraries has registered.
+    """The ids of a module's forward hooks and forward pre-hooks that were not defined in the given packages.
 
     Args:
-        module: it.
-        known: the libraries' names.
+        module: the module; its submodules are not searched.
+        known: names of top-level packages.
     """
     hooks = [item for before in (False, True) for item in forward_hooks(module, before=before).items()]
     places = ((number, str(getattr(hook, "__module__", None) or type(hook).__module__)) for number, hook in hooks)
@@ -89,14 +89,15 @@ def foreign_hooks(module: nn.Module, known: Container[str]) -> list[int]:
 
 
 def matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Name -> module, of those inside a model whose names match a pattern.
+    """Name -> submodule, for the submodules of a model whose names match a pattern.
 
     Args:
-        model: it.
-        patterns: as in a shell, part by part: ``blocks.*`` are the elements of ``blocks``, and not what is in them.
+        model: the model.
+        patterns: shell-style, matched part by part: ``blocks.*`` matches the elements of ``blocks``, but not their
+            submodules.
 
     Raises:
-        AutotpError: a pattern matches no name; says which are close.
+        AutotpError: ``patterns`` is not a list of strings, or a pattern matches no name (the message suggests names).
     """
     listed = isinstance(patterns, Sequence) and not isinstance(patterns, str)
     if not listed or not all(isinstance(pattern, str) for pattern in patterns):
@@ -120,14 +121,16 @@ def _matches(name: str, pattern: str) -> bool:
 
 @contextmanager
 def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[list[Moment]]:
-    """While it lasts, a call of the model returns what it returns, and a tuple of what was copied; gives the moments.
+    """Context manager under which a call of the model returns its result and a tuple of copied tensors.
+
+    Yields the list of moments, which the call fills.
 
     Args:
-        model: it; nothing is changed, if nothing is observed.
-        modules: by their names, those that are observed.
+        model: the model; its result stays as it is if ``modules`` is empty.
+        modules: name -> observed module.
 
     Raises:
-        CaptureError: in the call, when a module is given or returns what hooks could not be shown.
+        CaptureError: in the call, if a module's argument or result is of a type that hooks cannot receive.
     """
     moments: list[Moment] = []
     copies: list[Tensor] = []
@@ -166,7 +169,7 @@ def observing(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[li
 
 
 class _Reads(TorchDispatchMode):
-    """Notes which operators run, with what besides tensors, and which of some tensors they read."""
+    """Records which operators run, with their non-tensor arguments, and which of the given tensors they read."""
 
     def __init__(self, tensors: Iterable[Any] = ()) -> None:
         super().__init__()
@@ -175,21 +178,21 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         self.read |= self.among.intersection(map(id, leaves))
-        if function.namespace != "prim":  # what asks for a device, which depends on what is known of it
+        if function.namespace != "prim":  # prim operators query a device, depending on what is known of the tensor
             self.ran.append((function, str([each for each in leaves if not isinstance(each, Tensor)])))
         return function(*args, **(kwargs or {}))
 
 
 def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], paths: Iterable[str]) -> tuple[Left, ...]:
-    """Attributes in which every call leaves tensors of its own, whatever earlier ones have left there.
+    """The attributes that every call sets to new tensors, independently of the values that earlier calls have left.
 
-    The model is called twice on fake tensors: what the second call reads, or does not make anew, carries something from
-    call to call, which no graph does. So does all of a model whose second call runs other operators than the first one.
+    Calls the model twice on fake tensors. An attribute whose first value the second call reads, returns or keeps carries
+    data from call to call, which a graph cannot do. If the two calls run different operators, no attribute qualifies.
 
     Args:
-        model: it.
-        args, kwargs: of a call.
-        paths: of attributes that a call changes.
+        model: the model.
+        args, kwargs: arguments of a call.
+        paths: paths of attributes that a call changes.
     """
     modules, found = list(model.modules()), placed(model, paths)
     if not found:
@@ -206,7 +209,7 @@ def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], pa
             with _Reads(leaf for each in first.values() for leaf in each if isinstance(leaf, Tensor)) as reads:
                 made = call()
             second = {left: leaves(left) for left in found}
-    except Exception:  # noqa: BLE001 - of what cannot be called twice nothing is known
+    except Exception:  # noqa: BLE001 - nothing is known of a model that cannot be called twice
         return ()
 
     kept = {*reads.read, *map(id, tree_leaves(made))}
@@ -220,7 +223,7 @@ def renewed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], pa
 
 @contextmanager
 def leaving(model: nn.Module, left: Sequence[Left]) -> Iterator[None]:
-    """While it lasts, a call of the model returns what it returns, and a tuple of what it leaves, if there is such."""
+    """Context manager under which a call of the model also returns copies of ``left``, in a tuple, unless it is empty."""
     modules = list(model.modules())
 
     def copies(_: nn.Module, __: Any, made: Any) -> Any:
@@ -237,12 +240,12 @@ def leaving(model: nn.Module, left: Sequence[Left]) -> Iterator[None]:
 
 
 def copied(leaf: Any) -> Any:
-    """What an output of a model that is `leaving` tensors is a copy of."""
+    """The node that an output is a clone of (see `leaving`); any other leaf itself."""
     return leaf.args[0] if isinstance(leaf, fx.Node) and leaf.target is torch.ops.aten.clone.default else leaf
 
 
 def numbered(moments: Sequence[Moment], numbers: Mapping[int, int]) -> tuple[Moment, ...]:
-    """The moments with numbers of the graph's outputs, for those of copies."""
+    """The moments with indices of copies replaced by indices of the graph's outputs; ``numbers`` maps one to the other."""
 
     def place(leaf: Any) -> Any:
         return Place(numbers[leaf.number]) if isinstance(leaf, Place) else leaf
@@ -251,15 +254,15 @@ def numbered(moments: Sequence[Moment], numbers: Mapping[int, int]) -> tuple[Mom
 
 
 def apart(graph: fx.Graph, observed: range, *, kept: bool) -> dict[int, int]:
-    """Makes outputs operators of their own: views of what the graph returned.
+    """Replaces outputs by operators of their own, ``aten.alias`` of them, which may then stay sharded.
 
     Args:
-        graph: it returns the user's leaves, what is observed, and new values of buffers.
-        observed: numbers of what is observed, of which every tensor is returned once.
-        kept: whether it is done to the user's leaves too.
+        graph: a graph that returns the user's leaves, then observed tensors, then new values of written placeholders.
+        observed: the range of the observed outputs; each distinct tensor among them is returned once.
+        kept: whether to replace the user's leaves too.
 
     Returns:
-        Which of what was observed -> its number among the outputs.
+        Index among the observed outputs -> index among the new outputs.
     """
     output = graph.output_node()
     leaves: list[Any] = list(output.args[0])  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Mixed precision: parameters rest in one dtype, are moved and used in a narrower one; gradients are reduced in a third.
+"""Mixed precision: parameters rest in one dtype, are communicated and used in another, with gradients reduced in a third.
 
-A model is captured as it runs under a policy of torch's own, with the meaning that ``fully_shard(model, mp_policy=...)``
-gives it: its parameters are seen in ``param_dtype``, the arguments of a call are cast to that, and buffers stay as they
-are. What is left of the policy is a `passes.graph.Cast` on each parameter's placeholder: the sharding pass casts a
-parameter's own part before it is gathered, and the gradient before it is summed. Prices count bytes by it.
+A model is captured as it runs under a ``MixedPrecisionPolicy`` of torch, with the semantics of
+``fully_shard(model, mp_policy=...)``: the model sees its parameters in ``param_dtype``, the arguments of a call are cast to
+it, and buffers stay as they are. Each parameter's placeholder then has a `passes.graph.Cast`: the sharding pass casts a
+parameter's shard before it is gathered, and its gradient before it is reduced. The cost model counts bytes by these dtypes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from passes.torch_internals import BatchNorm, reparametrize_module, tree_map
 
 __all__ = ["PRECISIONS", "Precision", "cast_parameters", "check_dtypes", "policy_of", "precision_name", "under"]
 
-#: What may be asked for: nothing, a name, a policy, or a policy as `precision_name` writes it.
+#: A precision: None, a name, a policy, or a policy as text, as `precision_name` writes it.
 Precision = str | MixedPrecisionPolicy | None
 
-#: The policies with names.
+#: Name -> policy.
 PRECISIONS: Mapping[str, MixedPrecisionPolicy] = {
     "bf16-mixed": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "fp16-mixed": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
@@ -40,10 +40,10 @@ _SINGLE = 4
 
 
 def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
-    """The policy that is asked for; None where dtypes stay as they are.
+    """The policy of a precision; None if it changes no dtypes.
 
     Raises:
-        AutotpError: there is no such precision, or a policy has a dtype that is no floating-point one.
+        AutotpError: there is no such precision, or the policy has a dtype that is not a floating-point one.
     """
     if precision is None or (isinstance(precision, str) and precision in ("none", "None")):
         return None
@@ -66,7 +66,7 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy | None:
 
 
 def precision_name(precision: Precision) -> str | None:
-    """A precision as text, which `policy_of` reads: its name, or such as ``param_dtype=bfloat16``; None for none."""
+    """A precision as text that `policy_of` reads: its name, or fields such as ``param_dtype=bfloat16``; None for none."""
     policy = policy_of(precision)
     if policy is None:
         return None
@@ -93,17 +93,17 @@ def _read(text: str) -> MixedPrecisionPolicy | None:
 
 
 def cast_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, Cast]:
-    """Name of each parameter that a policy concerns -> its dtypes.
+    """Parameter name -> its dtypes, for each parameter that the policy affects.
 
-    A batch norm with running statistics keeps its parameters as they are: torch's kernels read them in the statistics'
-    dtype alone. That is what FSDP2 does where such a module is wrapped by itself, with a policy without ``param_dtype``.
+    A batch norm with running statistics keeps the dtype of its parameters: torch's kernels require that of the statistics.
+    FSDP2 does the same if such a module is wrapped by itself, with a policy without ``param_dtype``.
 
     Args:
-        model: before it is captured.
+        model: the model, before capture.
         policy: the policy.
 
     Raises:
-        AutotpError: a parameter rests in too narrow a dtype for the policy.
+        AutotpError: a parameter rests in a dtype that is too narrow for the policy.
     """
     found: dict[str, Cast] = {}
     apart = {
@@ -135,7 +135,7 @@ def _short(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Cast]) -> Iterator[None]:
-    """While it lasts, the model runs as the policy says: it has parameters without values, in the dtypes of ``casts``."""
+    """Context manager under which the model runs by the policy, with empty parameters in the dtypes of ``casts``."""
     tensors = dict(model.named_parameters())
     swapped: dict[str, Tensor] = {
         name: nn.Parameter(torch.empty_like(tensors[name], dtype=cast.used), requires_grad=tensors[name].requires_grad)
@@ -162,10 +162,10 @@ def under(model: nn.Module, policy: MixedPrecisionPolicy, casts: Mapping[str, Ca
 
 
 def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy | None) -> None:
-    """Looks for operators of a captured graph that have no kernel for their operands' dtypes; fake tensors do not.
+    """Checks that the operators of a captured graph have kernels for their operands' dtypes, which fake tensors do not.
 
     Raises:
-        CaptureError: there is one; with a policy, because that casts one operand and not another.
+        CaptureError: there is no kernel; under a policy, because it casts one operand and not another.
     """
     for node in graph.nodes:
         dtypes = _contrary(node) if node.op == "call_function" and rule_of(node) is not None else []
@@ -182,28 +182,28 @@ def check_dtypes(graph: fx.Graph, policy: MixedPrecisionPolicy | None) -> None:
 
 
 def _contrary(node: fx.Node) -> list[torch.dtype]:
-    """The dtypes that an operator reads and its kernels do not take together, if any."""
+    """The dtypes of an operator's operands if its kernels do not support this combination; else an empty list."""
     name, kind = name_of(node).split(".")[1], kind_of(node)
     dtypes = [operand.meta["val"].dtype for operand in operands_of(node)]
     if name in _CLASSES:
         return [] if dtypes[1].is_floating_point or dtypes[1] in (torch.int64, torch.uint8) else dtypes[:2]
     if kind not in _UNIFORM and name not in _NORMS:
         return []
-    if kind != "product" or name.startswith("_"):  # masks, offsets and scales are of other dtypes
+    if kind != "product" or name.startswith("_"):  # masks, offsets and scales may have other dtypes
         dtypes = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
-    # A norm may have its weights, and all of them, in float32 beside narrower activations.
+    # A norm may have float32 weights with narrower activations, if all of its weights are float32.
     beside = name in _NORMS and set(dtypes[1:]) == {torch.float32} and dtypes[0].itemsize < _SINGLE
     return dtypes if len(set(dtypes)) > 1 and not beside else []
 
 
-#: Kinds of operators whose kernels want all operands in one dtype, norms that do, and losses by classes, which are int64.
+#: Kinds of operators whose kernels require one dtype for all operands, norms that do, and losses with int64 classes.
 _UNIFORM = ("product", "convolution", "attention")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "batch_norm_train", "instance_norm")
 _CLASSES = ("cross_entropy_loss", "nll_loss_nd")
 
 
 def _cast_to(dtype: torch.dtype) -> Any:
-    """Casts what is floating-point of a structure of tensors."""
+    """A function that casts the floating-point tensors of a tree."""
 
     def one(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

@@ -1,7 +1,7 @@
 """Inlines regions that ``torch.export`` makes of ``torch.no_grad`` and ``torch.autocast`` blocks.
 
-A region without gradients becomes its plain nodes; wherever a node outside uses one of their floating-point results, an
-``aten.detach`` stands between, so that gradients end exactly where the block ended them.
+A region without gradients is replaced by its nodes; between a floating-point result of these and each use of it outside,
+an ``aten.detach`` is inserted, so that gradients end exactly where the block ended them.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def inline_regions(
     constants: MutableMapping[str, Tensor],
     inputs: Collection[str],
 ) -> fx.Graph:
-    """One flat graph of ``call_function`` nodes.
+    """Flattens an exported module to one graph of ``call_function`` nodes.
 
     Args:
         module: an exported graph module, with its regions as submodules.
         mode: the fake mode of its values.
         placeholders: the new graph's placeholders in order, name -> fake value.
         names: each old placeholder's name -> the new one's name, or ``(value,)`` for a constant argument.
-        constants: placeholder name -> its tensor; those that decide sizes are added.
-        inputs: names of the placeholders that follow these.
+        constants: placeholder name -> its tensor; computed constants that determine sizes are added.
+        inputs: names of the placeholders that follow the constants.
 
     Returns:
-        The graph; notes say whether gradients were on where the node ran.
+        The graph; its nodes' notes say whether gradients were enabled where the node ran (``Note.grad``).
 
     Raises:
-        CaptureError: a control-flow operator or an active autocast region.
+        CaptureError: a control-flow operator, or an autocast region that changes dtypes.
     """
     builder = Builder(mode)
     inliner = _Inliner(builder, Constants(builder, constants, inputs))
@@ -75,7 +75,7 @@ class _Inliner:
         self.detached: dict[fx.Node, fx.Node] = {}
 
     def outside(self, value: Any, grad: bool) -> Any:
-        """``value`` as nodes with or without gradients may use it."""
+        """``value`` for use where ``grad`` says whether gradients are enabled: results of regions without are detached."""
 
         def cross(node: fx.Node) -> fx.Node:
             if not grad or note_of(node).grad or is_write(node) or not differentiable(node.meta.get("val")):
@@ -88,7 +88,7 @@ class _Inliner:
         return map_arg(value, cross)
 
     def walk(self, module: fx.GraphModule, environment: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copies one (sub)module's nodes; gives its output."""
+        """Copies the nodes of one (sub)module, and returns its output."""
 
         def new(value: Any) -> Any:
             return tree_map(lambda v: environment[v] if isinstance(v, fx.Node) else v, _plain(value))
@@ -131,7 +131,7 @@ class _Inliner:
 
 
 def _plain(value: Any) -> Any:
-    """fx's immutable containers as plain ones, which pytree knows."""
+    """Converts fx's immutable containers to plain ones, which pytree supports."""
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(v) for v in value) if type(value) in (list, tuple) else [_plain(v) for v in value]
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
@@ -142,7 +142,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _has_tensor(node: fx.Node) -> bool:
-    """Whether a call must stay: it gives tensors, or is run for its effect alone."""
+    """Whether a call must stay: it returns tensors or symbolic numbers, or is run only for its side effects."""
     value = node.meta.get("val")
     return value is None or any(isinstance(v, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
                                 for v in tree_leaves(value))  # fmt: skip
@@ -158,7 +158,7 @@ def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _neutral(module: fx.GraphModule, region: fx.Node, builder: Builder, device: Any) -> None:
-    """Refuses an active autocast region unless all its values have the dtypes that they have without it."""
+    """Refuses an active autocast region unless all its values have the same dtypes without it."""
     for node in module.graph.nodes:
         if node.op != "call_function" or isinstance(node.target, HigherOrderOperator):
             continue

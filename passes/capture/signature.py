@@ -1,4 +1,4 @@
-"""How a model is called: checks later calls against the example call and flattens them in the same way."""
+"""The calling convention of a model: checks calls against the example call, and flattens them in the same way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
     "refusal",
 ]
 
-_COUNTED = 2**22  # elements: so many are compared one by one
+_COUNTED = 2**22  # most elements in memory for which `overlap` is exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Leaf:
     """One leaf of the example call.
 
     Args:
-        path: its argument's name, with the way to the leaf inside it, such as ``batch['ids']``.
+        path: its argument's name and its path inside the argument, such as ``batch['ids']``.
         shape: a tensor's shape; None for any other value.
         dtype: a tensor's dtype; None for any other value.
-        value: the value itself where it is no tensor.
+        value: the value itself if it is not a tensor.
     """
 
     path: str
@@ -84,7 +84,7 @@ class CallSignature:
     def of(
         cls, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], out_spec: TreeSpec
     ) -> CallSignature:
-        """The convention that an example call sets."""
+        """The calling convention of an example call."""
         parameters = inspect.signature(forward)
         bound = bind(parameters, args, kwargs)
         paths, spec = tree_flatten_with_path(bound)
@@ -104,7 +104,7 @@ class CallSignature:
             kwargs: keyword arguments of the call.
 
         Raises:
-            TypeError: the arguments do not fit the model's signature, or a tensor stands where none stood.
+            TypeError: the arguments do not fit the model's signature, or a leaf is a tensor in only one of the two calls.
             AutotpError: structure, shape, dtype or a constant differs from the example call's.
         """
         bound = bind(self.parameters, args, kwargs or {})
@@ -130,10 +130,10 @@ class CallSignature:
         return tensors
 
     def unflatten(self, outputs: Sequence[Any]) -> Any:
-        """The model's own kind of output, made of its flat leaves.
+        """The model's output in its own structure, from its flat leaves.
 
         Args:
-            outputs: the user output leaves, in the captured order.
+            outputs: the user's output leaves, in the captured order.
         """
         return tree_unflatten(list(outputs), self.out_spec)
 
@@ -150,10 +150,10 @@ class CallSignature:
 
 
 def dense(tensor: Tensor, example: bool = False) -> Tensor:
-    """A tensor of a call as the example's: kernels that read real parts see no others.
+    """A tensor with conjugate and negative bits resolved: kernels that read real parts ignore these bits.
 
     Raises:
-        AutotpError: it is sparse or nested; or it holds no numbers, and is no ``example``.
+        AutotpError: it is sparse or nested; or it is on the meta device and not an ``example``.
     """
     require_dense(tensor, "a call has")
     if tensor.is_meta and not example:
@@ -162,14 +162,14 @@ def dense(tensor: Tensor, example: bool = False) -> Tensor:
 
 
 def require_dense(tensor: Tensor, what: str) -> None:
-    """Refuses tensors that are no rectangles of numbers in memory; ``what`` has them, for the message."""
+    """Refuses sparse and nested tensors; ``what`` begins the message."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested tensor" if tensor.is_nested else f"sparse tensor, with layout {tensor.layout}"
         raise AutotpError(f"{what} a {kind}; graphs are planned for dense ones: pass its parts, such as indices and values")
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share memory; for large ones, whether they may."""
+    """Whether two tensors share memory; for large ones, or different element sizes, whether they may."""
     (begin, end), (first, last) = reach(one), reach(other)
     if one.device != other.device or begin >= last or first >= end:
         return False
@@ -183,13 +183,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Elements from a tensor's first one in memory to its last."""
+    """The number of elements from a tensor's first one in memory to its last, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def reach(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the one behind its last; 0 and 0 where it has no memory."""
-    with suppress(NotImplementedError):  # a sample within torch.vmap has none
+    """The address range of a tensor: of its first byte, and one past its last; (0, 0) if it has no memory."""
+    with suppress(NotImplementedError):  # a tensor within torch.vmap has none
         held = tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().size()
         if held and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
             return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
@@ -199,7 +199,7 @@ def reach(tensor: Tensor) -> tuple[int, int]:
 def example(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Own copies of the example inputs: export silently merges a tensor given twice into one placeholder."""
+    """Copies of the example inputs: ``torch.export`` silently merges a tensor that is given twice into one placeholder."""
     if not args and not kwargs:
         kwargs = dummy if isinstance(dummy := getattr(model, "dummy_inputs", None), Mapping) else {}
         given = inspect.signature(model.forward).parameters.values()
@@ -216,7 +216,7 @@ def example(
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if isinstance(leaf, DTensor):  # only its whole shape counts
+        if isinstance(leaf, DTensor):  # only its global shape matters
             leaf = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
         leaf = dense(leaf, example=True)
         copy = leaf.detach().to("meta") if meta and not leaf.is_meta else as_it_lies(leaf.detach())
@@ -226,7 +226,7 @@ def example(
 
 
 def as_it_lies(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, 0 as well, since these decide what ``contiguous`` and ``reshape`` copy."""
+    """A copy with the same strides, including 0: they determine what ``contiguous`` and ``reshape`` copy."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.clone()
     memory = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).clone()
@@ -236,7 +236,7 @@ def as_it_lies(tensor: Tensor) -> Tensor:
 def _with_defaults(
     parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with those that are tensors by default, which are inputs like others."""
+    """The arguments, with defaults that are tensors filled in, so that these become inputs like others."""
     bound = parameters.bind(*args, **kwargs)
     defaults = {name: each.default for name, each in parameters.parameters.items() if isinstance(each.default, Tensor)}
     left = defaults.keys() - bound.arguments.keys()
@@ -247,14 +247,14 @@ def _with_defaults(
 
 
 def bind(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults filled in; free keywords as they are given, since a model may read them in order."""
+    """Arguments by name, with defaults filled in; ``**kwargs`` keep their order, since a model may iterate over them."""
     bound = parameters.bind(*args, **kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
 
 
 def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: BaseException) -> CaptureError:
-    """What is said of an error of ``torch.export``: whether it is the model's own, and else what may help."""
+    """The error to raise if ``torch.export`` fails: says whether a plain call fails too, or else what may help."""
     essence, name = _essence(error), type(model).__name__
     if essence.startswith("Unsupported input type"):
         paths, _ = tree_flatten_with_path(bind(inspect.signature(model.forward), args, kwargs))
@@ -282,7 +282,7 @@ def refusal(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], er
 
 
 def advice(model: nn.Module) -> str:
-    """What may help where ``torch.export`` fails."""
+    """Suggestions for the message if ``torch.export`` fails on a model."""
     found = (
         "Try: no Python control flow that depends on tensor values; no x.data = y in forward; "
         "parameters changed under torch.no_grad() alone; parameters, buffers and inputs on one device; under a precision, "
@@ -301,7 +301,7 @@ def _essence(error: BaseException) -> str:
 
 
 def flat(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """The leaves of what `bind` gives, and their structure.
+    """The leaves of the arguments as `bind` returns them, and their tree.
 
     Raises:
         AutotpError: arguments contain themselves.
@@ -313,17 +313,17 @@ def flat(parameters: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str
 
 
 def path_of(path: Sequence[Any]) -> str:
-    """An argument's name, with the way to a leaf inside it."""
+    """An argument's name, followed by the path of a leaf inside it."""
     return f"{path[0].key}{keystr(tuple(path[1:]))}"
 
 
 def in_call_order(
     model: nn.Module, names: Sequence[str | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Input names in the signature's order; export's is that of the example call. Matched by the tensors.
+    """The names of inputs in the order of the signature, from ``names`` in that of the example call; matches tensors by id.
 
     Raises:
-        CaptureError: export made another number of inputs.
+        CaptureError: export made another number of inputs than the call has leaves.
     """
     leaves = tree_leaves((args, kwargs))
     if len(leaves) != len(names):

@@ -1,4 +1,4 @@
-"""How a value that was written into a view gets back into the tensor that the view shows."""
+"""Propagates writes through views to the base, and determines strides on which the result of a write depends."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-#: Kernels with contiguous results on CPU, where torch's fake ones have their operand's strides.
+#: Operators whose CPU kernels return contiguous results, while their fake kernels keep the operand's strides.
 _CONTIGUOUS_ON_CPU = frozenset({
     aten.log_sigmoid.default, aten.batch_norm.default, aten.rrelu.default,
     aten.angle.default,  # of complex numbers
 })  # fmt: skip
-#: Kernels with the strides of their operands, where torch's fake ones have contiguous results.
+#: Operators whose kernels keep the operands' strides, while their fake kernels return contiguous results.
 _LIKE_OPERANDS = frozenset({
     aten.copysign.Tensor, aten.floor_divide.default, aten.xlogy.Tensor, aten.roll.default, aten.channel_shuffle.default,
     aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
@@ -58,7 +58,7 @@ PERMUTES = _named("t transpose permute movedim moveaxis swapaxes swapdims numpy_
 """Operators that only change the order of dims (of real tensors)."""
 
 SPLITS = _named("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk")
-"""Operators that cut one dim into parts."""
+"""Operators that split one dim into parts."""
 
 _SAME = _named(
     "detach alias lift_fresh contiguous to expand slice type_as expand_as positive resolve_conj resolve_neg broadcast_to "
@@ -69,19 +69,19 @@ _SAME = _named(
 _DROPOUTS = _named("dropout feature_dropout alpha_dropout feature_alpha_dropout")
 
 COPIES = _named("reshape flatten reshape_as ravel contiguous to")
-"""Operators that return a view or a copy, as their operand lies in memory."""
+"""Operators that return a view or a copy, depending on the strides of their operand."""
 
 _LAID_ANEW = _named("linear mm addmm bmm baddbmm embedding contiguous")
-"""Operators whose result is contiguous, however their operands lie."""
+"""Operators whose result is contiguous, whatever the strides of their operands."""
 
 _IN_PLACE = _named("squeeze_ unsqueeze_ t_ transpose_ swapaxes_ swapdims_")
 
 
 def with_views(graph: fx.Graph) -> fx.Graph:
-    """The graph, changed in place: where a tensor changes its own dims, a view of it takes its place from there on.
+    """Replaces operators that change the dims of a tensor in place by views, which later nodes use; returns the graph.
 
-    Views that were made of it before keep their dims. Inputs and state stay as they are: whoever has them would see it.
-    Dropout that drops nothing returns its operand itself, which torch's fake kernel copies.
+    Earlier views of the tensor keep their dims. Operators on inputs and state stay, since the caller would see the change.
+    Dropout that drops nothing becomes an alias: it returns its operand itself, which torch's fake kernel copies.
     """
     for node in graph.nodes:
         if operator_name(node.target) in _DROPOUTS:
@@ -107,17 +107,17 @@ def with_views(graph: fx.Graph) -> fx.Graph:
 
 
 def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
-    """The whole source with the part that a view of it shows replaced.
+    """The new value of a view's source after a write to the view.
 
     Args:
-        build: where new nodes go.
+        build: builder of the new graph.
         view: the node of the old graph that made the view, or ``getitem`` of a list of views.
         source: the source's value in the new graph.
         new: the view's new value.
         like: the writing node, for its place in the model.
 
     Raises:
-        CaptureError: writing through this kind of view is not known.
+        CaptureError: writes through this kind of view are not supported.
     """
     old, made = source.meta["val"], new.meta["val"]
     item: Any = None
@@ -164,7 +164,7 @@ def put_back(build: Builder, view: fx.Node, source: fx.Node, new: fx.Node, like:
 def _scattered(
     build: Builder, scatter: Any, source: fx.Node, new: fx.Node, dim: int, *places: Any, like: fx.Node
 ) -> fx.Node:
-    """``scatter`` along a dim; of both parts of complex numbers, for which torch has no derivative of it."""
+    """``scatter`` along a dim; for complex tensors on their real view, since torch has no complex derivative of it."""
     dim %= source.meta["val"].dim()
     if not source.meta["val"].is_complex():
         return build.emit(scatter, (source, new, dim, *places), like=like)
@@ -175,7 +175,7 @@ def _scattered(
 
 
 def as_computed(target: Any, args: Sequence[Any], value: Any) -> Any:
-    """The fake result of an operator, with the strides of its kernel's."""
+    """The fake result of an operator, with the strides of the real kernel's result."""
     real = target is aten.angle.default and not args[0].is_complex()
     if target not in _CONTIGUOUS_ON_CPU or value.device.type != "cpu" or real:
         return value
@@ -184,10 +184,10 @@ def as_computed(target: Any, args: Sequence[Any], value: Any) -> Any:
 
 
 def computed(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """What an operator makes of fake values, with the strides of its kernel's result.
+    """Runs an operator on fake values; its result has the strides of the real kernel's result.
 
-    A view that these strides do not allow is a reshape again, which ``torch.export`` decomposed inside of a function that
-    is transformed, by strides that it took the kernel's for.
+    A ``view`` that these strides do not allow becomes a ``reshape`` again: inside transformed functions, ``torch.export``
+    decomposes ``reshape`` by the strides of fake kernels.
     """
     if node.target is aten.view.default:
         try:
@@ -198,7 +198,7 @@ def computed(build: Builder, node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Gives fake values the strides that kernels' results will have, where ``torch.export`` takes them for others."""
+    """Corrects the strides of fake values where those of ``torch.export`` differ from those of the real kernels."""
     build, changed = Builder(mode), set[fx.Node]()
     for node in graph.nodes:
         norm = node.target is operator.getitem and node.args[0].target is batch_norm_train and node.args[1] == 0
@@ -215,7 +215,7 @@ def lay_as_computed(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def _like_operands(build: Builder, target: Any, args: Sequence[Any], value: Any) -> Any:
-    """The fake result of an operator, with strides as its kernel takes from operands: those of ``add``, or of ``cat``."""
+    """The fake result of an operator in `_LIKE_OPERANDS`, with the strides of an ``add`` or ``cat`` of its operands."""
     operands = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
     if target not in _LIKE_OPERANDS or value.device.type != "cpu" or (target is aten.roll.default and not any(args[2:])):
         return value
@@ -228,7 +228,7 @@ def _strides(value: Any) -> list[tuple[int, ...]]:
 
 
 def note_unmoved(unmoved: Sequence[torch.Tensor], graphs: Iterable[fx.Graph]) -> None:
-    """Notes of which values a copy may have been asked that nothing tells from them (`checks.Seen.unmoved`)."""
+    """Sets ``Note.loose`` of nodes whose values share storage with a result of `checks.Seen.unmoved`."""
     storages = {storage_id(tensor) for tensor in unmoved}
     for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
         if isinstance(value := node.meta.get("val"), FakeTensor) and storage_id(value) in storages:
@@ -236,17 +236,17 @@ def note_unmoved(unmoved: Sequence[torch.Tensor], graphs: Iterable[fx.Graph]) ->
 
 
 def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], inputs: Collection[str]) -> bool:
-    """Whether it depends on how inputs lie in memory who sees a write.
+    """Whether the strides of inputs determine which values a write changes.
 
     Args:
-        written: what is written.
+        written: the node that is written to.
         like: the operator that writes.
-        values: node -> how it came from what it shows (its ``source``; None if it has memory of its own).
-        inputs: whose memory is the caller's.
+        values: node -> its ``source``, of which it is a view; None if it has memory of its own.
+        inputs: the names of inputs, whose memory is the caller's.
     """
 
     def shown(node: fx.Node) -> fx.Node | None:
-        """What a node shows, or would show with other strides."""
+        """The node of which another is a view, or would be with other strides."""
         source: fx.Node | None = values[node].source
         return node.all_input_nodes[0] if source is None and _may_copy(node) else source
 
@@ -271,12 +271,12 @@ def by_strides(written: fx.Node, like: fx.Node, values: Mapping[fx.Node, Any], i
 
 
 def draws_as_laid(graph: fx.Graph, inputs: Collection[str]) -> bool:
-    """Whether an operator draws numbers for what may lie in memory as an input does."""
+    """Whether an operator draws random numbers for a tensor whose strides may follow those of an input."""
     return any(draws(node) and laid_as_inputs(node, inputs) for node in graph.nodes)
 
 
 def laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:
-    """Whether a value may lie in memory as an input does."""
+    """Whether the strides of a value may follow those of an input."""
     todo, seen = [node], set[fx.Node]()
     while todo:
         node = todo.pop()
@@ -289,7 +289,7 @@ def laid_as_inputs(node: fx.Node, inputs: Collection[str]) -> bool:
 
 
 def _may_copy(node: fx.Node) -> bool:
-    """Whether it depends on an operand's strides if an operator copies it."""
+    """Whether the operand's strides determine if an operator returns a copy or a view."""
     name = operator_name(node.target)
     if name != "aten::to":
         return name in COPIES
@@ -297,22 +297,22 @@ def _may_copy(node: fx.Node) -> bool:
 
 
 def refuse_unsure(node: fx.Node, written: fx.Node, root: fx.Node) -> None:
-    """Refuses a write to what may be a copy in the model, as ``torch.export`` takes a kernel's strides for others.
+    """Refuses a write to a value of which it is not known whether it is a copy, as export assumes wrong strides.
 
     Args:
         node: the write.
-        written: what it writes to.
-        root: the node whose memory that is, as far as is known.
+        written: the node that it writes to.
+        root: the node that owns its memory, according to the fake values.
 
     Raises:
-        CaptureError: see above.
+        CaptureError: the value may be a copy in the model.
     """
     value = root.meta["val"]
     permuted = root.target in _LIKE_OPERANDS and not all(n.meta["val"].is_contiguous() for n in root.all_input_nodes)
     given = map_arg(root.args, lambda n: n.meta["val"])
     if as_computed(root.target, given, value) is value and not permuted:
         return
-    if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node where it seems to copy nothing
+    if permuted or len(root.users) > 1 or written is not root:  # contiguous() leaves no node if it seems to copy nothing
         raise CaptureError(
             f"{where(node)}: {node.target} writes to a result of {root.target}, or to a copy of it: torch.export is wrong "
             "about its strides, so it is not known whether contiguous() or reshape() copied; use an out-of-place "

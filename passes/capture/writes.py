@@ -1,9 +1,9 @@
-"""Takes in-place operators out of a graph: each becomes its out-of-place form, and later uses see its result.
+"""Functionalises a graph: each in-place operator becomes its out-of-place form, and later uses read its result.
 
-Writes through views are put back into the tensor that the view shows, step by step (a slice by ``slice_scatter`` and so
-on); other views of it are rebuilt where they are used next. Running the graph once on fake tensors shows which tensors
-share memory. ``ExportedProgram.run_decompositions`` would functionalise too, but it forgets ``torch.no_grad`` blocks and
-``detach`` and with them the correct gradients.
+A write through a view is propagated to the view's base, step by step (through a slice by ``slice_scatter`` and so on);
+other views of the base are recomputed at their next use. Running the graph once on fake tensors shows which tensors share
+memory. ``ExportedProgram.run_decompositions`` would functionalise too, but it drops ``torch.no_grad`` blocks and
+``detach``, and so changes gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 @dataclass
 class _Value:
-    """A node of the old graph: its value in the new one, and how to rebuild it from what it shows."""
+    """A node of the old graph: its present value in the new graph, the owner of its memory, and the source of its view."""
 
     now: Any
     version: int
@@ -51,16 +51,16 @@ class _Value:
 
 
 def functionalise(graph: fx.Graph, mode: FakeTensorMode, kinds: Mapping[str, str]) -> tuple[fx.Graph, Written]:
-    """A graph without side effects.
+    """Makes a graph without side effects.
 
     Args:
-        graph: a flat graph whose notes say whether gradients were on (``Note.grad``).
+        graph: a flat graph whose notes say whether gradients were enabled (``Note.grad``).
         mode: the fake mode of its values.
         kinds: placeholder that may be written -> ``parameter``, ``buffer`` or ``input``. Gradients may flow through
-            parameters and inputs, and these may be written only where torch allows it, or no gradient is lost.
+            parameters and inputs, so these may be written only where torch allows it, or no gradient is lost.
 
     Returns:
-        The graph, whose outputs end with the new values, and what it changes.
+        The new graph, whose last outputs are the new values of written placeholders, and a description of its writes.
 
     Raises:
         CaptureError: a write to a constant, or one whose gradient cannot be determined.
@@ -107,10 +107,10 @@ class _Functionaliser:
             output.append(self.without_gradient(now, now))
         return self.build.finish(output), Written(places, frozenset(self.frozen), frozenset(self.carried), self.strided)
 
-    # -- what shares memory with what --
+    # -- aliases --
 
     def root(self, node: fx.Node, new: Any) -> None:
-        """``node`` has memory of its own."""
+        """Registers ``node`` as the owner of its memory, with value ``new``."""
         self.values[node] = _Value(new, 0, node)
         self.versions[node] = 0
         if not isinstance(self.shadows[node], Tensor):
@@ -119,17 +119,17 @@ class _Functionaliser:
             self.owners.setdefault(key, []).append(node)
 
     def source_of(self, node: fx.Node) -> fx.Node | None:
-        """The argument whose memory the node's result shares, if any."""
+        """The argument that the node's result aliases, if any."""
         mine = _storages(self.shadows[node])
         for argument in node.all_input_nodes:
             if mine & _storages(self.shadows[argument]):
-                # The fresh results of one operator, in a tuple, each have memory of their own.
+                # The results of one operator that returns a tuple of new tensors each own their memory.
                 fresh = not isinstance(self.shadows[argument], Tensor) and self.values[argument].source is None
                 return None if fresh else argument
         return None
 
     def current(self, node: fx.Node) -> Any:
-        """The value that ``node`` has now, after all writes so far."""
+        """The value of ``node`` in the new graph, after all writes so far."""
         value = self.values[node]
         if value.version != self.versions[value.root]:
             assert value.source is not None
@@ -139,7 +139,7 @@ class _Functionaliser:
         return value.now
 
     def rebuilt(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        # A rewritten value may have other strides than the one it replaces: a view must become a reshape.
+        # The new value may have other strides than the old one, for which ``view`` would fail: use ``reshape``.
         if is_write(node):
             return args[0]
         if operator_name(node.target) in RESHAPES and node.target is not aten.view.dtype:
@@ -197,7 +197,7 @@ class _Functionaliser:
                 self.write(old[name], self.build.emit(operator.getitem, (norm, i), like=node), node, aside=False)
 
     def instance_norm(self, node: fx.Node, given: Mapping[str, Any]) -> None:
-        """The norm itself needs no running statistics; these are means over the batch of each instance's own."""
+        """The norm does not read the running statistics; these are updated by batch means of the instances' own."""
         emit = functools.partial(self.build.emit, like=node)
         x, momentum = given["input"], given["momentum"]
         alone = {**given, "running_mean": None, "running_var": None}
@@ -213,7 +213,7 @@ class _Functionaliser:
             self.write(old[name], self.without_gradient(new, node), node, aside=False)
 
     def copying(self, node: fx.Node, args: Any, kwargs: Any) -> None:
-        """An operator of the user's that writes to arguments; what stands for it returns results, then what it writes."""
+        """Replaces a custom operator that writes to arguments by one that returns its results, then what it writes."""
         target = copying(node.target)
         if target is None:
             raise no_form(node)
@@ -247,7 +247,7 @@ class _Functionaliser:
         old = before.meta["val"]
         kwargs = {name: value for name, value in kwargs.items() if name != where_to[0]}
         emit, shape = functools.partial(self.build.emit, like=node), old.shape
-        if target is aten.copy_.default and note_of(node).grad and self.needs_gradient(before):  # of zeros, from now on
+        if target is aten.copy_.default and note_of(node).grad and self.needs_gradient(before):  # gradient becomes zero
             always = emit(aten.scalar_tensor.default, (True,), {"dtype": torch.bool, "device": old.device})
             new = emit(aten.where.self, (always, args[1], before))
         elif target is aten.copy_.default:
@@ -255,7 +255,7 @@ class _Functionaliser:
         elif target is aten.fill_diagonal_.default:
             new = diagonal_filled(self.build, *args, **kwargs, like=node)
         else:
-            if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # the other form lacks a default
+            if target is aten.bernoulli_.float and len(args) == 1 and "p" not in kwargs:  # bernoulli.p has no default
                 args = (*args, 0.5)
             if (operator := out_of_place(node.target)) is None:
                 raise no_form(node)
@@ -273,13 +273,13 @@ class _Functionaliser:
         self.values[node] = _Value(self.current(written), self.versions[root], root, written)
 
     def write(self, node: fx.Node, new: fx.Node, like: fx.Node, *, aside: bool) -> None:
-        """Makes ``new`` the value of ``node`` and of all that shares memory with it.
+        """Makes ``new`` the value of ``node``, and updates all values that share its memory.
 
         Args:
-            node: what is written.
-            new: its value from now on.
+            node: the node that is written to.
+            new: its new value.
             like: the operator that writes.
-            aside: autograd does not see the write.
+            aside: whether autograd does not record the write.
         """
         value = self.values[node]
         kind = self.kinds.get(value.root.name)
@@ -302,12 +302,12 @@ class _Functionaliser:
                 back, aside = self.without_gradient(back, like), True
             self.write(source, back, like, aside=aside)
             if keeps:
-                return  # the view has its gradient still: it is made anew where it is used next
+                return  # the view still has its gradient: it is recomputed at its next use
             value.now = new
         value.version = self.versions[value.root]
 
     def given(self, node: fx.Node, new: fx.Node, like: fx.Node, aside: bool) -> fx.Node:
-        """What a parameter or input is after a write; a parameter stays the leaf, whatever values it has had."""
+        """Checks that a parameter or input may be written, and returns its new value; notes writes to frozen parameters."""
         learns, kind = self.shadows[node].requires_grad, self.kinds[node.name]
         flows = learns or (not aside and self.needs_gradient(new, inputs=False))
         if flows and (kind == "input" or not aside):
@@ -325,7 +325,7 @@ class _Functionaliser:
         return new
 
     def renewed(self, node: fx.Node, new: fx.Node, like: fx.Node) -> fx.Node:
-        """What has a gradient, after a write that autograd does not see: the gradient goes where it went before."""
+        """The new value after a write that autograd does not record: its gradient flows to the previous value."""
         made = self.build.emit(renewed, (self.values[node].now, self.without_gradient(new, like)), like=like)
         annotate(made, grad=True)
         return made

@@ -1,4 +1,4 @@
-"""Whose memory a node's result lies in."""
+"""Alias analysis: in which other node's memory a node's result lies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.torch_internals import OpOverload, schema
 __all__ = ["held", "source_of", "viewing"]
 
 _aten = torch.ops.aten
-#: Operators whose results may share their operand's memory, though their schemas do not say so.
+#: Operators whose results may alias their operand although their schemas do not say so.
 _SHARING = frozenset(
     {
         _aten.reshape.default,
@@ -28,7 +28,7 @@ _SHARING = frozenset(
         _aten.unsafe_chunk.default,
     }
 )
-#: Primitives that give what they are given, where nothing is to be done.
+#: Primitives that return their operand itself if there is nothing to do.
 _PRIMITIVES = frozenset(
     {primitives.crop, primitives.pad, primitives.mask, primitives.laid_out, primitives.in_one_format, primitives.within}
 )
@@ -36,12 +36,15 @@ _PRIMITIVES = frozenset(
 
 @functools.cache
 def viewing(target: Any) -> bool:
-    """Whether an operator's schema says that a result lies in an operand's memory."""
+    """Whether an operator's schema says that a result aliases an operand."""
     return isinstance(target, OpOverload) and any(r.alias_info is not None for r in schema(target).returns)
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
-    """The operand in whose memory a node's result may lie; of an input of a backward graph, the input."""
+    """The operand that a node's result may alias; for an input of a backward graph, the input in whose memory it lies.
+
+    None if the result has its own memory.
+    """
     if node.op == "placeholder" and (name := note_of(node).within):
         return next((each for each in node.graph.find_nodes(op="placeholder") if each.name == name), None)
     if node.op != "call_function":
@@ -52,17 +55,18 @@ def source_of(node: fx.Node) -> fx.Node | None:
         return node.args[1]  # type: ignore[return-value]
     if node.target in _PRIMITIVES:
         return node.args[0]  # type: ignore[return-value]
-    # those in _SHARING copy only where they must, or share by contract
     if node.target is operator.getitem and node.args[0].op == "call_module":  # type: ignore[union-attr]
-        return None  # see `passes.overlap.outline`
+        return None  # results of regions are not views; see `passes.overlap.outline`
+    # operators in _SHARING copy only if they must, or alias by contract
     if node.target is operator.getitem or viewing(node.target) or node.target in _SHARING:
-        return next(iter(node.all_input_nodes), None)  # a view of a constant has none
+        return next(iter(node.all_input_nodes), None)  # a view of a constant has no operand
     return None
 
 
 def held(nodes: list[fx.Node]) -> dict[fx.Node, tuple[float, fx.Node | None]]:
-    """Bytes of memory that values hold which are kept together; of those in one memory, the first holds all, and the others
-    lie within it.
+    """The bytes that each of the nodes' values holds if all are kept, and the earlier node in whose memory it lies, if any.
+
+    Of several values in one memory, only the first holds bytes; a value in the memory of a placeholder holds none.
     """
     seen: dict[fx.Node, fx.Node] = {}
     found: dict[fx.Node, tuple[float, fx.Node | None]] = {}
@@ -70,7 +74,7 @@ def held(nodes: list[fx.Node]) -> dict[fx.Node, tuple[float, fx.Node | None]]:
         root = node
         while (source := source_of(root)) is not None:
             if not isinstance(source.meta.get("val"), Tensor) and source_of(source) is None:
-                break  # of several results that are no views, each has a memory of its own
+                break  # each of several results that are not views has its own memory
             root = source
         value: Any = root.meta.get("val")
         own = isinstance(value, Tensor) and root.op != "placeholder" and root not in seen

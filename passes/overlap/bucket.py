@@ -1,12 +1,12 @@
-"""Bucketing: small collectives of one kind, group and dtype become one, where none depends on another.
+"""Bucketing: merges small collectives of one kind, group and dtype into one, if none depends on another.
 
-A collective of few bytes costs its latency; several of them in one message cost it once. Members of a bucket are neighbours
-in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than one,
-because computing, or a collective on another link, goes on while the next is filled. Where collectives pass on what others
-have made, both kinds get the same number of buckets.
+A collective of few bytes takes its latency; several of them in one message take it once. The members of a bucket are
+adjacent in the order of the graph, up to a number of bytes that the cost model gives: several buckets may be better than
+one, because compute, or a collective on another link, runs while the next bucket is filled. If collectives send on the
+results of others, both kinds get the same number of buckets.
 
-Nothing is delayed that other work waits for: of collectives between products, such as those of two chunks, only those
-travel together whose operands come from the same products.
+Collectives that other work waits for are not delayed: those between products, such as those of two chunks, are merged only
+if their operands depend on the same products.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _aten = torch.ops.aten
 
 _COPIES = frozenset({_aten.clone.default, _aten.cat.default, _aten.stack.default, _aten._to_copy.default})
 
-#: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> from how many on one is no longer small.
+#: (kind, mesh axes, bytes of this device's parts in all collectives of a kind) -> bytes from which on one is not small.
 Enough = Callable[[str, tuple[int, ...], float], float]
 
-#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that computing could hide, those of sending
-#: none, and the bytes that may travel in one message.
+#: (kind, mesh axes, bytes of this device's parts) -> seconds of sending them that compute could hide, seconds of sending
+#: no bytes (the latency), and the most bytes of one message.
 Hiding = Callable[[str, tuple[int, ...], float], tuple[float, float, float]]
 
-#: Sets of collectives, as their places among a graph's nodes.
+#: Sets of collectives to merge, as indices into a graph's nodes.
 Buckets = tuple[tuple[int, ...], ...]
 
 
 def buckets(graph: fx.Graph, enough: Enough, hiding: Hiding | None = None) -> Buckets:
-    """Which small collectives of a traced graph to merge.
+    """Chooses the small collectives of a traced graph to merge.
 
     Args:
-        graph: collectives are operators of `passes.overlap.primitives`.
-        enough: from how many bytes on a collective is sent by itself.
-        hiding: of collectives that send on what others have made; None: those have buckets of their own.
+        graph: its collectives are operators of `passes.overlap.primitives`.
+        enough: the number of bytes from which on a collective is sent by itself.
+        hiding: for collectives that send on the results of others; None: their numbers of buckets are independent.
     """
     nodes = list(graph.nodes)
     number = {node: i for i, node in enumerate(nodes)}
@@ -61,7 +61,7 @@ def merge(graph: fx.Graph, chosen: Buckets) -> None:
 
     Args:
         graph: see ``buckets``.
-        chosen: of this graph, or of another device's with the same nodes.
+        chosen: the buckets of this graph, or of another device's graph with the same nodes.
     """
     nodes = list(graph.nodes)
     for places in chosen:
@@ -85,7 +85,7 @@ def _size(node: fx.Node) -> float:
 
 
 def _buckets(nodes: Sequence[fx.Node], enough: Enough, hiding: Hiding | None) -> list[list[fx.Node]]:
-    """Sets of collectives to merge. Merging keeps the graph free of cycles, as each set is checked with those before it."""
+    """Sets of collectives to merge. Each set is checked together with those before it, so that no cycles arise."""
     number = {node: i for i, node in enumerate(nodes)}
     amid = _amid(nodes)
     small: dict[Hashable, list[fx.Node]] = {}
@@ -115,10 +115,11 @@ def _buckets(nodes: Sequence[fx.Node], enough: Enough, hiding: Hiding | None) ->
 def _limits(
     small: Sequence[list[fx.Node]], large: Sequence[list[fx.Node]], enough: Enough, hiding: Hiding | None
 ) -> Iterator[tuple[list[fx.Node], float]]:
-    """Sets of small collectives, each with the bytes that travel together.
+    """Yields groups of small collectives, each with the most bytes that one message of the group has.
 
-    What one makes and another sends on, such as a gradient that is scattered within nodes and then reduced between them,
-    comes in as many messages as both are worth: were it one, the whole of one would wait for the whole of the other.
+    Collectives that send on the results of others, such as those of a gradient that is reduce-scattered within nodes and
+    then all-reduced between them, get the number of messages that is best for both together: if there were only one, all
+    of the second would wait for all of the first.
     """
     groups = [*small, *large]
     totals = [sum(map(_size, group)) for group in groups]
@@ -135,9 +136,9 @@ def _limits(
 
 
 def _chains(groups: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
-    """Which sets of collectives, by number, send on what others of them have made."""
+    """Groups the sets of collectives, by number, so that sets that send on one another's results are together."""
     of = {node: i for i, group in enumerate(groups) for node in group}
-    together = list(range(len(groups)))  # a set's representative, by way of others
+    together = list(range(len(groups)))  # the parents of a union-find structure
 
     def first(i: int) -> int:
         while together[i] != i:
@@ -154,7 +155,7 @@ def _chains(groups: Sequence[Sequence[fx.Node]]) -> list[list[int]]:
 
 
 def _next_collectives(node: fx.Node) -> set[fx.Node]:
-    """The collectives that send on what one has made."""
+    """The collectives that send on the result of another, possibly after copies and views."""
     found: set[fx.Node] = set()
     seen, pending = {node}, [node]
     while pending:
@@ -168,7 +169,7 @@ def _next_collectives(node: fx.Node) -> set[fx.Node]:
 
 
 def _amid(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Which products each node comes after, as bits; 0 where it comes before or behind all that it has to do with."""
+    """The matrix products that each node depends on, as bits; 0 if no other product depends on the node."""
     before: dict[fx.Node, int] = {}
     behind: dict[fx.Node, bool] = {}
     bit = 1
@@ -189,7 +190,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 class _Behind:
-    """Which nodes depend on which, merged sets counted as one."""
+    """The dependencies between nodes, where each merged set counts as one node."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self.one = {node: node for node in nodes}
@@ -197,7 +198,7 @@ class _Behind:
         self.users = {node: list(node.users) for node in nodes}
 
     def independent(self, members: Sequence[fx.Node], other: fx.Node) -> bool:
-        """Whether merging ``other`` into a set keeps the graph free of cycles: no way leads from one to another."""
+        """Whether merging ``other`` into a set creates no cycle: no path leads from one of them to another."""
         wanted = {*members, other}
         seen: set[fx.Node] = set()
         pending = [user for member in wanted for user in self.after(member)]
@@ -223,7 +224,7 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     kind = COLLECTIVE_OF[members[0].target]
     parts = [node.args[0] for node in members]
     shapes = [list(node.meta["val"].shape) for node in members]
-    # What a group's members exchange is separated by the leading dim, but for all_reduce and what is yet to be stacked.
+    # The leading dim separates what devices exchange, except for all_reduce and operands of all_gather (not stacked yet).
     rows = kind in ("reduce_scatter", "all_to_all")
     ways = members[0].args[2] if kind == "all_gather" else 0
     with graph.inserting_before(members[-1].next):
@@ -240,7 +241,7 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         pieces = emit(graph, _aten.split_with_sizes.default, sent, lengths, len(lead))
         for i, (node, shape) in enumerate(zip(members, shapes, strict=True)):
             piece = emit(graph, operator.getitem, pieces, i)
-            if lead and not _copied(node):  # a piece is not contiguous, as what it replaces is
+            if lead and not _copied(node):  # unlike the result that it replaces, it is not contiguous
                 piece = emit(graph, _aten.clone.default, piece)
                 piece.kwargs = {"memory_format": torch.contiguous_format}
             plain = len(shape) == len(lead) + 1
@@ -250,13 +251,13 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
 
 
 def _all_of(places: Sequence[str]) -> str:
-    """What a collective runs for that runs for several operators, in a few words."""
+    """The operators for which a merged collective runs, in short."""
     first, *rest = dict.fromkeys(place for place in places if place) or ("",)
     return f"{first} and {len(rest)} more" if rest else first
 
 
 def _copied(node: fx.Node) -> bool:
-    """Whether all that is done with what others sent is to put their parts together in another order."""
+    """Whether the result of a collective is only unbound and concatenated again, and so copied anyway."""
     parts = [part for user in node.users for part in user.users]
     return all(user.target is _aten.unbind.int for user in node.users) and all(
         reader.target is _aten.cat.default for part in parts for reader in part.users
@@ -264,7 +265,7 @@ def _copied(node: fx.Node) -> bool:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Puts nodes behind what they read, keeping the order otherwise."""
+    """Sorts the nodes topologically, in place, and keeps their order otherwise."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     missing = {node: len(set(node.all_input_nodes)) for node in number}
     ready = [(i, node) for node, i in number.items() if not missing[node]]

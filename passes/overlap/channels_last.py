@@ -1,11 +1,11 @@
-"""Convolutions on channels-last tensors, which is how their fast kernels read and write.
+"""Converts inputs of convolutions to the channels-last memory format, which their fast kernels read and write.
 
-CPU libraries and tensor cores convert tensors of any other format before and after every convolution. Once a convolution is
-given its input channels-last, its result is so too, and with it what norms, activations and sums make of it: between two
-convolutions nothing is converted at all. Only the order of the elements in memory changes.
+CPU libraries and tensor cores convert tensors of any other format before and after every convolution. If the input of a
+convolution is channels-last, so are its result and the results of norms, activations and sums that read it: nothing is
+converted between two convolutions. Only the order of the elements in memory changes.
 
-What travels between devices is converted before and again when it has arrived. Where most convolutions have to do with such
-a tensor, as where their channels are sharded, nothing would be won, and all stays as it is.
+Tensors that are communicated are converted before and after the collective. If most convolutions read or write such
+tensors, for example because their channels are sharded, the conversion does not pay off, and the graph is left as it is.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from passes.world import ops
 __all__ = ["channels_last", "laid_out", "quicker", "worthwhile"]
 
 _aten = torch.ops.aten
-#: Orders of elements -> how many dims they are for, the batch among them.
+#: Memory format -> the number of dims of its tensors, including the batch.
 _DIMS = {torch.channels_last: 4, torch.channels_last_3d: 5}
 _IMAGES = tuple(_DIMS.values())
 _CPU = (torch.float32, torch.bfloat16)
 _TENSOR_CORES = (torch.float16, torch.bfloat16)
-#: So many convolutions are worth it for every image that travels.
+#: The conversion pays off if there are more than this many convolutions for each image that is communicated.
 _EACH = 2
 
 
 def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> fx.GraphModule:
-    """The same graph, the inputs of some convolutions laid out with the channels last; outputs are contiguous.
+    """A copy of a graph in which the inputs of some convolutions are channels-last; outputs are contiguous.
 
     Args:
-        module: see ``passes.sharding.shard.shard``; it stays as it is.
-        wanted: whether a convolution's input is to be.
+        module: see ``passes.sharding.shard.shard``; it is not changed, and is returned if nothing is converted.
+        wanted: whether to convert the input of a convolution.
     """
     found = [node for node in module.graph.nodes if _order(node) is not None and wanted(node)]
     if not found or any(node.target is _aten.as_strided.default for node in module.graph.nodes):
         return module
-    # not `aten.contiguous`, which is traced only where a device's part is not laid out so: one channel alone always is
+    # Not `aten.contiguous`: it is traced only if a device's part is not in the format yet, and one channel alone always is.
     result = fx.GraphModule(module, copy.deepcopy(module.graph), class_name=module._get_name())
     graph = result.graph
 
@@ -57,7 +57,7 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
         if order is not None and wanted(node):
             with graph.inserting_before(node):
                 node.update_arg(0, in_order(node.args[0], order))
-        elif node.target is _aten.view.default:  # which asks for elements in order
+        elif node.target is _aten.view.default:  # it requires a contiguous order
             node.target = _aten.reshape.default
         elif node.op == "output":
             leaves = zip(node.args[0], note_of(node).values, strict=True)
@@ -68,12 +68,12 @@ def channels_last(module: fx.GraphModule, wanted: Callable[[fx.Node], bool]) -> 
 
 
 def worthwhile(module: fx.GraphModule) -> bool:
-    """Whether a graph has so many convolutions for each image, or its gradient, that goes from device to device."""
+    """Whether a graph has enough convolutions for each image, or gradient of one, that is communicated."""
     resting = {node.name for node in module.graph.nodes if node.op == "placeholder"}
     real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
 
     def travels(node: fx.Node) -> bool:
-        value = node.meta.get("val")  # what operators send inside themselves has none, nor a name
+        value = node.meta.get("val")  # reshards inside operators have no value, and no name
         if node.target not in (ops.reshard, ops.reshard_chunks) or value is None or value.dim() not in _IMAGES:
             return False
         moving = (Step(*step) for step in (*node.args[2], *node.args[3]))  # type: ignore[misc]
@@ -84,24 +84,24 @@ def worthwhile(module: fx.GraphModule) -> bool:
 
 
 def quicker(device: torch.device, convolution: fx.Node) -> bool:
-    """Whether a convolution is quicker so on a device: by a CPU's matrix library, and on tensor cores."""
+    """Whether a convolution is faster channels-last on a device: on tensor cores, and with a CPU's matrix library."""
     value, order = convolution.meta.get("val"), _order(convolution)
     if order is None or not isinstance(value, Tensor) or value.dim() != _DIMS[order]:
         return False
     if device.type == "cuda":
         return value.dtype in _TENSOR_CORES
-    # what is on meta is planned for a CPU
+    # a module on the meta device is planned for a CPU
     return value.dtype in _CPU and torch.backends.mkldnn.is_available()
 
 
 def _order(node: fx.Node) -> torch.memory_format | None:
-    """The order of the elements of what a convolution reads; None for other nodes."""
+    """The memory format in which a convolution reads its input fastest, if there is one; None for other nodes."""
     rule = rule_of(node) if node.op == "call_function" else None
     return rule.channels_last if rule is not None else None
 
 
 def laid_out(x: Tensor, order: torch.memory_format) -> Tensor:
-    """A tensor with its elements in some order in memory: itself, if they are."""
+    """A tensor in a memory format; the tensor itself if it already is in that format."""
     return _LaidOut.apply(x, order)
 
 

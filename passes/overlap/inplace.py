@@ -1,8 +1,8 @@
-"""Lets an operator write its result over an operand that nobody reads any more: gradients are added up in place, and an
-all-reduce leaves its result where the summand was.
+"""Lets operators write their results over operands that have no later readers: gradients are summed in place, and an
+all-reduce writes its result over its operand.
 
-Autograd does so too. It saves the memory of a result, and the time to touch memory that is not in the caches. What lies in
-more memory than it fills is copied instead.
+Autograd does so too. It saves the memory of a result, and the time to access memory that is not in the caches. Results that
+fill only a part of their memory are copied out of it instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FORMS: dict[Any, Any] = {
     _aten.div.Scalar: _aten.div_.Scalar,
     _aten.neg.default: _aten.neg_.default,
 }
-#: Losses whose kernels leave one number in memory that is as large as an operand.
+#: Losses whose kernels return a scalar in memory that is as large as an operand.
 _LOOSE = (_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default)
 
 
 def inplace(graph: fx.Graph) -> None:
-    """Changes a scheduled graph, whose order is final."""
+    """Changes a scheduled graph, whose order is final, to use in-place operators."""
     for node in [node for node in graph.nodes if node.target in _LOOSE and node.meta["val"].dim() == 0]:
         with graph.inserting_after(node):
             copy = graph.call_function(_aten.clone.default, (node,))
@@ -50,7 +50,7 @@ def inplace(graph: fx.Graph) -> None:
         source = source_of(node)
         roots[node] = node if source is None else roots[source]
         ends = number[node]
-        if node.target is launch:  # what is sent is read until it has arrived
+        if node.target is launch:  # its operand is read until the wait
             ends = max((number[user] for user in node.users if user.target is wait), default=len(nodes))
         for source in node.all_input_nodes:
             last[roots[source]] = max(last.get(roots[source], 0), ends)
@@ -67,7 +67,7 @@ def inplace(graph: fx.Graph) -> None:
         if node.target is launch and node.args[1] == "all_reduce":
             operand: Any = node.args[2]
             root = roots[operand]
-            # It is written from the launch on: whoever else reads it must have done so by then.
+            # It is overwritten from the launch on: all its other readers must have run by then.
             others = [end for reader, end in readers[root] if reader is not node]
             alone = root not in into.values() and all(end < number[node] for end in others)
             if alone and _fresh(root) and _whole(operand, root):
@@ -79,25 +79,25 @@ def inplace(graph: fx.Graph) -> None:
         root = found(operand)
         if _fresh(root) and last[root] == number[node] and _fits_exactly(node, operand, root, found):
             node.target = form
-            into[node] = root  # the result lives where the operand did
+            into[node] = root  # the result lies in the operand's memory
             last[root] = max(last[root], last.get(node, number[node]))
 
 
 def _fresh(node: fx.Node) -> bool:
-    """Whether a node made a tensor of its own that nobody else knows."""
+    """Whether a node returns a new tensor, to which nothing outside the graph refers."""
     if node.target is operator.getitem:
         return node.args[0].op == "call_module"  # type: ignore[union-attr]
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def _whole(operand: fx.Node, root: fx.Node) -> bool:
-    """Whether a tensor is all of the storage that it lies in, as it lies there."""
+    """Whether a tensor is contiguous and has all elements of the tensor in whose memory it lies."""
     mine, whole = operand.meta.get("val"), root.meta.get("val")
     return isinstance(mine, Tensor) and isinstance(whole, Tensor) and mine.numel() == whole.numel() and mine.is_contiguous()
 
 
 def _fits_exactly(node: fx.Node, operand: fx.Node, root: fx.Node, found: Callable[[fx.Node], fx.Node]) -> bool:
-    """Whether the result fits into the operand exactly, and no other operand lies there."""
+    """Whether the result fits into the operand's memory exactly, and no other operand lies there."""
     mine, result, whole = operand.meta.get("val"), node.meta.get("val"), root.meta.get("val")
     if not (isinstance(mine, Tensor) and isinstance(result, Tensor) and isinstance(whole, Tensor)):
         return False

@@ -1,8 +1,9 @@
-"""Sums of matrix products as one product of joined operands: ``P1 Q1 + P2 Q2 = [P1 P2] [Q1; Q2]``.
+"""Replaces sums of matrix products by one product of joined operands: ``P1 Q1 + P2 Q2 = [P1 P2] [Q1; Q2]``.
 
-Chunks give such sums: the gradient of a weight is the sum of every chunk's. Each summand is as large as the weight, is
-written and read again to be added, and is made by a product with few rows; joined, the rows are those of the whole batch.
-Nothing waits for a weight's gradient as it does for an activation's, so being late costs nothing.
+Such sums come from chunks: the gradient of a weight is the sum of the gradients of all chunks. Each summand is as large as
+the weight, is written and then read for the addition, and is a product over few rows; the joined product is over the rows
+of the whole batch. Unlike the gradient of an activation, that of a weight has no consumers that wait for it, so computing
+it late costs nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from passes.graph import emit
 __all__ = ["join_products"]
 
 _aten = torch.ops.aten
-#: Elements read or written for a summand: the product writes it, the sum reads it and writes the result.
+#: Elements read or written per element of a summand: the product writes it, the sum reads it and writes the result.
 _TOUCHED = 3
-#: ... and for an element of an operand that is joined.
+#: Elements read or written per element of an operand that is joined.
 _JOINED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A summand: a product, or one transposed."""
+    """A summand: a matrix product, or the transpose of one."""
 
     node: fx.Node
     turned: bool
@@ -39,7 +40,7 @@ class _Product:
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Joins, in place, where that touches less memory than adding up does."""
+    """Joins sums of products, in place, where this reads and writes less memory than the additions do."""
     for node in reversed(list(graph.nodes)):
         if not _is_sum(node) or any(_is_sum(user) and len(node.users) == 1 for user in node.users):
             continue
@@ -55,7 +56,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _summands(node: fx.Node, *, first: bool = False) -> list[_Product] | None:
-    """The products that a tree of sums adds up; None where there is something else, or a part of it is read elsewhere."""
+    """The products that a tree of sums adds up; None if it has other summands, or if an inner node has other users."""
     if not first and len(node.users) != 1:
         return None
     if _is_sum(node):
@@ -85,7 +86,7 @@ def _joined(graph: fx.Graph, products: Sequence[_Product]) -> fx.Node:
 
 
 def _side_by_side(graph: fx.Graph, operands: Sequence[Any], dim: int) -> fx.Node:
-    """Joined along a dim; what is seen transposed is joined as it lies in memory."""
+    """Concatenates operands along a dim; if all are transposed views, their bases are concatenated, then transposed."""
     if all(operand.target is _aten.t.default for operand in operands):
         under = emit(graph, _aten.cat.default, [operand.args[0] for operand in operands], 1 - dim)
         return emit(graph, _aten.t.default, under)

@@ -1,4 +1,4 @@
-"""From a traced graph to one that runs: collectives become launches and waits, other primitives calls of the world.
+"""Turns a traced graph into one that can run: collectives become launches and waits, other primitives calls of the world.
 
 Functions that take a ``world`` accept one tensor (this process's part) or ``Parts`` (those of all devices of the mesh).
 """
@@ -25,7 +25,7 @@ __all__ = ["called", "draw", "launch", "launches", "local", "offset", "wait"]
 
 
 class _Launched:
-    """A collective under way, and whether its results are ``Parts``."""
+    """A collective in progress, and whether its results are ``Parts``."""
 
     def __init__(self, pending: Pending, several: bool) -> None:
         self.pending, self.several = pending, several
@@ -33,11 +33,14 @@ class _Launched:
 
 @hosted
 def launch(world: World, kind: str, value: Any, *args: Any, at: str = "") -> _Launched:
-    """Begins a collective: the name of one of ``World``'s primitives, and its arguments after the tensor.
+    """Launches a collective, and returns without waiting for it; see `wait`.
 
     Args:
-        world, kind, value, args: of the primitive.
-        at: for which operator, as messages have it.
+        world: whose primitive is called.
+        kind: the name of one of ``World``'s primitives.
+        value: the primitive's tensor, or ``Parts``.
+        args: the primitive's further arguments.
+        at: the operator for which the collective runs, as messages name it.
     """
     world.whereabouts.at = at
     several = isinstance(value, Parts)
@@ -47,14 +50,14 @@ def launch(world: World, kind: str, value: Any, *args: Any, at: str = "") -> _La
 
 @hosted
 def wait(launched: _Launched) -> Any:
-    """A collective's result, when it is there."""
+    """Waits for a collective, and returns its result."""
     results = launched.pending.wait()
     return Parts(results) if launched.several else results[0]
 
 
 @hosted
 def local(world: World, name: str, value: Any, *args: Any) -> Any:
-    """What `passes.overlap.primitives` names so: what is done on each device alone."""
+    """Runs the primitive called ``name`` (see `passes.overlap.primitives`) on each device, without communication."""
     function = _LOCAL[name]
     if isinstance(value, Parts):
         return Parts(function(world, part, i, *part_of(args, i)) for i, part in enumerate(value))
@@ -76,7 +79,7 @@ _LOCAL: Mapping[str, Any] = {
 
 @hosted
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
-    """`passes.overlap.primitives.offset`: a tensor without dims."""
+    """Implements `passes.overlap.primitives.offset`; returns a tensor without dims."""
     near = like[0] if isinstance(like, Parts) else like
     starts = [torch.full((), start, dtype=torch.int64, device=near.device) for start in world.offset(size, axes)]
     return Parts(starts) if isinstance(like, Parts) else starts[0]
@@ -84,7 +87,7 @@ def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
 
 @hosted
 def draw(world: World, seed: Any, salt: Salt, axes: tuple[int, ...], like: Any, method: str, by: Sequence[float]) -> Any:
-    """`passes.overlap.primitives.draw`, by the same generators as ``passes.world.ops.seeded``."""
+    """Implements `passes.overlap.primitives.draw`, with the same generators as ``passes.world.ops.seeded``."""
     parts = like if isinstance(like, Parts) else [like]
     results = [world.draw(seed, salt, axes, i, part, method, *by) for i, part in enumerate(parts)]
     return Parts(results) if isinstance(like, Parts) else results[0]
@@ -94,7 +97,7 @@ _NAMES = {getattr(primitives, name): name for name in _LOCAL}
 
 
 def launches(graph: fx.Graph) -> fx.Graph:
-    """The same graph with a launch and a wait for every collective; it reads the attribute ``world``."""
+    """A copy of a traced graph with a launch and a wait for every collective; it reads the attribute ``world``."""
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     world: fx.Node | None = None
@@ -126,7 +129,7 @@ def launches(graph: fx.Graph) -> fx.Graph:
 
 
 def called(node: fx.Node) -> str:
-    """What a node of a scheduled graph does, by name: an operator, a collective, or one of this module's functions."""
+    """The name of what a node of a scheduled graph runs: an operator, collective, primitive or function of this module."""
     if node.target is launch:
         return COLLECTIVE_OF[note_of(node).collective.target]  # type: ignore[union-attr]
     return str(node.args[1]) if node.target is local else name_of(node).removeprefix(f"{__name__}.")

@@ -1,8 +1,9 @@
-"""The memory that a scheduled graph holds, counted from its nodes' sizes.
+"""The peak memory of a scheduled graph, from the sizes of its nodes.
 
-A result is held until everything that reads it or a view of it has run, what is sent until it has arrived, and what the
-graph returns until the end. What an operator writes over its operand (`passes.overlap.inplace`) takes none. What rests
-anyway, such as parameters and the forward pass' inputs, is not counted, nor what kernels use inside.
+A result is live until all nodes that read it or a view of it have run, the operand of a collective until the wait, and the
+outputs of the graph until its end. A result that an operator writes over its operand (`passes.overlap.inplace`) takes no
+memory. Not counted are tensors that are in memory anyway, such as parameters and the inputs of the forward pass, and the
+workspaces of kernels.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ __all__ = ["peak", "peak_in"]
 
 
 def peak_in(graph: fx.Graph, order: Iterable[fx.Node]) -> float:
-    """`peak` of a graph in another order of its nodes, placeholders and the output left out; it stays as it is."""
+    """`peak` of a copy of a graph with its nodes, except for placeholders and the output, in another order."""
     arranged = reordered(graph, order)
     inplace(arranged)
     return peak(arranged)
 
 
 def peak(graph: fx.Graph) -> float:
-    """The most bytes that a graph holds at once.
+    """The peak memory of a graph, in bytes.
 
     Args:
-        graph: as it is to run, after `passes.overlap.inplace`; see ``passes.overlap.launch.launches``. Of a backward graph,
-            what its inputs hold is noted.
+        graph: in its final form, after `passes.overlap.inplace`; see ``passes.overlap.launch.launches``. Notes on the
+            inputs of a backward graph say how many bytes they hold.
     """
     nodes = list(graph.nodes)
     roots: dict[fx.Node, fx.Node] = {}
@@ -61,14 +62,14 @@ def peak(graph: fx.Graph) -> float:
 
 
 def _memory_of(node: fx.Node) -> fx.Node | None:
-    """The node in whose memory a node's result lies; None where that is its own."""
+    """The node in whose memory a node's result lies; None if it has its own."""
     if node.target is wait:
         return node.all_input_nodes[0]
     if node.target is launch:
         return node.args[2] if node.args[1] == "all_reduce_" else None  # type: ignore[return-value]
     source = source_of(node)
     if node.target is operator.getitem and source is not None and source_of(source) is None and source.target is not wait:
-        return None  # of several results that are no views, each has a memory of its own
+        return None  # each of several results that are not views has its own memory
     if source is None or node.target is not local:
         return source
     before, after = source.meta["val"], node.meta["val"]
@@ -87,7 +88,7 @@ def _size(node: fx.Node) -> float:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node needs to be there: what is sent, until it has arrived."""
+    """The nodes whose memory a node needs: its inputs and, for a wait, the operands of its collective too."""
     if node.target is wait:
         (begun,) = node.all_input_nodes
         return [begun, *begun.all_input_nodes]

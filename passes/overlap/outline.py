@@ -1,8 +1,8 @@
-"""Regions of a scheduled graph: what is computed between two launches or waits becomes one call, which a compiler may fuse.
+"""Outlining: replaces each run of operators between two launches or waits by one call, which a compiler may fuse.
 
-A region is a run of neighbouring nodes that are torch's own operators and compute tensors from tensors alone. It is given
-its operands in a list, which it empties, so that it holds none longer than it reads it. Views that are read outside are
-taken outside: no result of a region lies in an operand's memory, or in another result's.
+A region is a run of adjacent nodes that are ATen operators and compute tensors from tensors alone. It takes its operands in
+a list, which it empties, so that it holds no operand longer than it reads it. Views that are read outside of their region
+are taken outside: no result of a region aliases an operand or another result.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["boxed", "key_of", "outline"]
 
 
 def boxed(*operands: Any) -> list[Any]:
-    """The operands of a region."""
+    """The operands of a region as a list, which the region empties."""
     return list(operands)
 
 
 def outline(graph: fx.Graph, root: nn.Module, module_for: Callable[[fx.Graph], nn.Module]) -> None:
-    """Puts a call of a module in the place of every region of two operators or more, in place.
+    """Replaces every region of at least two operators, not counting views, by a call of a module, in place.
 
     Args:
         graph: a scheduled graph whose order is final; see ``passes.overlap.launch.launches``.
-        root: gets the modules, by name.
-        module_for: a region's graph, of operands to a tuple of results -> the module that runs it, whose argument is a list
-            of the operands.
+        root: the module to which the modules of the regions are added, as ``region_0`` and so on.
+        module_for: maps a region's graph (operands -> tuple of results) to the module that runs it, whose argument is a
+            list of the operands.
     """
     names: dict[nn.Module, str] = {}
 
@@ -58,7 +58,7 @@ def outline(graph: fx.Graph, root: nn.Module, module_for: Callable[[fx.Graph], n
 
 
 def key_of(region: fx.Graph) -> str:
-    """The same for regions that compute the same, of tensors that lie in memory alike."""
+    """A key that is equal for regions with equal operators, and operands of equal dtypes, shapes, strides and devices."""
     number = {node: f"%{i}" for i, node in enumerate(region.nodes)}
     lines = []
     for node in region.nodes:
@@ -71,7 +71,7 @@ def key_of(region: fx.Graph) -> str:
 
 def _outline(graph: fx.Graph, run: Sequence[fx.Node], before: fx.Node, name_for: Callable[[fx.Graph], str]) -> None:
     inside = set(run)
-    apart: set[fx.Node] = set()  # views that are read outside, and those that they are views of
+    apart: set[fx.Node] = set()  # views that are read outside, and views inside that they are taken from
     for node in reversed(run):
         if not _own(node) and any(user not in inside or user in apart for user in node.users):
             apart.add(node)
@@ -116,8 +116,8 @@ def _above(results: Sequence[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _pure(node: fx.Node) -> bool:
-    """Whether a node computes tensors from tensors of known sizes alone."""
-    # What nobody reads runs for its checks alone, which a compiler would leave out.
+    """Whether a node may be in a region: an ATen operator that computes tensors from tensors of known sizes alone."""
+    # A node without users runs only for its checks, which a compiler would remove.
     if node.op != "call_function" or not node.users or not _tensors([node, *node.all_input_nodes]):
         return False
     if node.target is operator.getitem:
@@ -125,18 +125,18 @@ def _pure(node: fx.Node) -> bool:
     target: Any = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or schema(target).is_mutable:
         return False
-    # Compilers call attention's kernels as they are; with regions that end there, equal layers have equal regions.
+    # Compilers do not fuse the kernels of attention. With regions that end there, equal layers have equal regions.
     return torch.Tag.nondeterministic_seeded not in target.tags and kind_of(node) != "attention"
 
 
 def _tensors(nodes: Sequence[fx.Node]) -> bool:
-    """Whether nodes are real tensors, or several."""
+    """Whether the values of the nodes are tensors, or tuples of tensors, none of them complex."""
     leaves = [leaf for node in nodes for leaf in tree_leaves(node.meta.get("val"))]
     return bool(leaves) and all(isinstance(leaf, Tensor) and not leaf.is_complex() for leaf in leaves if leaf is not None)
 
 
 def _own(node: fx.Node) -> bool:
-    """Whether a node's result has memory of its own: it is no view."""
+    """Whether a node's result has its own memory, that is, is not a view."""
     source = source_of(node)
     if node.target is operator.getitem and source is not None:
         return _own(source) and not isinstance(source.meta["val"], Tensor)

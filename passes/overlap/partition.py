@@ -1,8 +1,8 @@
-"""A joint graph cut in two: the forward pass with what it leaves behind, and the backward pass.
+"""Partitions a joint graph into a forward graph, which also returns the saved tensors, and a backward graph.
 
-The backward pass is what depends on the gradients of the outputs. What it reads of the rest is saved, with two exceptions.
-Parameters that were gathered are gathered again, from the parts that rest anyway. What is marked to be recomputed is
-recomputed just before it is first read, from what is saved or recomputed itself.
+The backward graph has the nodes that depend on the gradients of the outputs. The other values that it reads are saved, with
+two exceptions. Gathered parameters are gathered again, from the shards that stay in memory anyway. Nodes that are marked
+for recomputation are recomputed just before they are first read, from values that are saved or recomputed themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from passes.overlap.trace import Joint
 __all__ = ["Cut", "cut"]
 
 _aten = torch.ops.aten
-#: What a reshard is made of besides collectives: it moves numbers and computes none.
+#: The operators of which a reshard consists besides collectives: they move elements and compute none.
 _MOVES = frozenset(
     getattr(_aten, name)
     for name in [
@@ -59,11 +59,11 @@ _PLACED = frozenset({own, pad, crop, in_one_format})
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Two graphs.
+    """The forward and the backward graph of a joint graph.
 
     Attributes:
-        forward: inputs, seed -> outputs, then what is saved.
-        backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
+        forward: inputs, seed -> outputs, then the saved tensors.
+        backward: saved tensors, gradients of the outputs that have one -> gradients of the inputs that have one.
     """
 
     forward: fx.Graph
@@ -71,7 +71,7 @@ class Cut:
 
 
 def cut(joint: Joint) -> Cut:
-    """Cuts a joint graph whose placeholders are the inputs, the seed and the gradients of the outputs."""
+    """Partitions a joint graph whose placeholders are the inputs, the seed and the gradients of the outputs."""
     nodes = list(joint.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     count = len(joint.inputs) + 1
@@ -80,7 +80,7 @@ def cut(joint: Joint) -> Cut:
     outputs, gradients = list(leaves[: joint.outputs]), list(leaves[joint.outputs :])
     later = below(nodes, tangents)
     rematerialized = _gathered(nodes, {inputs[i] for i in joint.regathered}, later)
-    for node in nodes:  # a view of something that is recomputed would keep it
+    for node in nodes:  # views of rematerialized values too: a saved view would keep their memory alive
         if node not in later and (node.meta.get(RECOMPUTE) or source_of(node) in rematerialized):
             rematerialized.add(node)
     needed, saved = _needed(gradients, later, rematerialized, above(outputs))
@@ -90,7 +90,7 @@ def cut(joint: Joint) -> Cut:
         values[node] = _placeholder(forward, node)
     checks = [
         n for n in nodes if n.op == "call_function" and n not in later and n.is_impure()
-    ]  # nobody reads what they say
+    ]  # they run although no node reads their results
     wanted = above([*outputs, *kept, *checks])
     for node in nodes:
         if node in wanted and node not in values and node not in later:
@@ -115,7 +115,7 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.Node]) -> set[fx.Node]:
-    """Values that are a parameter's numbers, moved: some all-gather among the moves, or a cast of what rests."""
+    """Values that are parameters after a cast, or after moves of their elements that include a gathering collective."""
     moved, gathered = set(parameters), set()
     for node in nodes:
         if node.op != "call_function" or node in later:
@@ -136,9 +136,9 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
 def _needed(
     gradients: Sequence[Any], later: set[fx.Node], rematerialized: set[fx.Node], forward: set[fx.Node]
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes that the backward pass runs, and the values that it is given.
+    """The nodes that the backward pass runs, and the values that it takes as inputs.
 
-    It runs what depends on a gradient, what is rematerialized, and what the outputs do not need.
+    It runs nodes that depend on a gradient, rematerialized nodes, nodes that the outputs do not need, and constants.
     """
     runs: set[fx.Node] = set()
     given: set[fx.Node] = set()
@@ -158,9 +158,9 @@ def _needed(
 
 
 def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
-    """The nodes in their order, but what the backward pass recomputes just before it is first read.
+    """The nodes in their order, except that nodes that the backward pass recomputes come just before they are first read.
 
-    Of several results, each is taken at once: an operator's results are held together until all have been.
+    The results of an operator with several ones are taken out of their tuple at once: it holds all of them until then.
     """
     among, found, seen = set(nodes), [], set()
     for node in nodes:

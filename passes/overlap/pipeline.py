@@ -1,7 +1,7 @@
-"""Overlap: a sharded graph becomes a forward and a backward graph whose collectives run while something is computed.
+"""Overlap: turns a sharded graph into a forward and a backward graph whose collectives overlap with compute.
 
-`passes` lists what runs here, in order. A backward pass from some of the outputs has a graph of its own
-(`passes.overlap.prune`), and values lie in memory as they were traced (`autotp.runtime.strides`).
+`passes` lists the passes that run here, in order. A backward pass from only some of the outputs has its own graph
+(`passes.overlap.prune`), and values have the strides with which they were traced (`autotp.runtime.strides`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from passes.world.world import World
 
 __all__ = ["BACKWARD_PASSES", "PASSES", "Halves", "Orders", "Overlapped", "halves"]
 
-#: In-place passes over the two traced graphs, in order: first those of the backward graph, then those of both. They
-#: decide by sizes; see `Halves.refined`.
+#: In-place passes over the two traced graphs, in order: first those over the backward graph, then those over both. They
+#: depend on sizes; see `Halves.refined`.
 BACKWARD_PASSES: tuple[Callable[[fx.Graph], None], ...] = (drop_zeros, join_products)
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (tidy,)
 
-#: The places, in a graph's first order, of its nodes: those of the forward graph, then those of the backward graph.
+#: An order of the nodes of the forward graph, and one of those of the backward graph, as indices into the graphs' nodes.
 Orders = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -49,10 +49,10 @@ class Overlapped:
     """The two graphs of one device, in the order in which autograd would have run them.
 
     Attributes:
-        forward: inputs of the sharded graph, a seed -> its outputs, then what is saved.
-        backward: what is saved, gradients of the outputs that have one -> gradients of the inputs that have one.
-        constants: tensors that the graphs read by name.
-        joint: what they were traced from, for what their inputs and outputs are.
+        forward: inputs of the sharded graph, a seed -> its outputs, then the saved tensors.
+        backward: saved tensors, gradients of the outputs that have one -> gradients of the inputs that have one.
+        constants: name of an attribute that the graphs read -> its tensor.
+        joint: the joint graph that they come from, which describes their inputs and outputs.
     """
 
     forward: fx.Graph
@@ -61,12 +61,12 @@ class Overlapped:
     joint: Joint
 
     def slots(self, durations: Durations, limits: Limits) -> tuple[list[Slot], list[Slot]]:
-        """When each node of either graph is to run, by prediction; in the order in which it is to."""
+        """The predicted slots of the nodes of either graph, in the order in which they are to run."""
         return schedule(self.forward, durations, limits), schedule(self.backward, durations, limits)
 
     @property
     def first_orders(self) -> Orders:
-        """The order in which autograd would have run them: every collective is waited for at once."""
+        """The orders in which autograd would have run the graphs, with a wait directly after every launch."""
         every = [list(graph.nodes) for graph in (self.forward, self.backward)]
         forward, backward = (
             tuple(i for i, node in enumerate(nodes) if node.op not in ("placeholder", "output")) for nodes in every
@@ -74,7 +74,7 @@ class Overlapped:
         return forward, backward
 
     def orders(self, slots: tuple[Sequence[Slot], Sequence[Slot]]) -> Orders:
-        """Slots as numbers, which another device with graphs of the same signature understands."""
+        """The orders of slots, as indices that are also valid on other devices whose graphs have the same signature."""
         found = []
         for graph, half in zip((self.forward, self.backward), slots, strict=True):
             number = {node: i for i, node in enumerate(graph.nodes)}
@@ -84,12 +84,12 @@ class Overlapped:
     def modules(
         self, orders: Orders, world: World, regions: Callable[[fx.Graph], nn.Module] | None = None
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs in the given orders, to run in ``world``; each takes a list of its inputs, which it empties.
+        """Modules of the graphs in the given orders, to run in ``world``; each takes a list of its inputs and empties it.
 
         Args:
             orders: see ``orders``.
             world: see `passes.overlap.launch.launches`.
-            regions: gives what runs a region's graph (see `passes.overlap.outline`); left out, there are no regions.
+            regions: maps a region's graph to the module that runs it (see `passes.overlap.outline`); None: no regions.
         """
         found = []
         for graph, order in zip((self.forward, self.backward), orders, strict=True):
@@ -110,13 +110,13 @@ class Overlapped:
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A traced forward and backward pass of one device, as autograd runs them: collectives are operators.
+    """The traced forward and backward graph of one device, in autograd's order; collectives are operators.
 
     Attributes:
-        joint: what was traced.
+        joint: the joint graph.
         mesh: sizes of the mesh axes.
-        cut: its halves.
-        constants: tensors that the graphs read by name.
+        cut: its forward and its backward graph.
+        constants: name of an attribute that the graphs read -> its tensor.
     """
 
     joint: Joint
@@ -125,11 +125,11 @@ class Halves:
     constants: Mapping[str, Tensor]
 
     def choices(self) -> tuple[Halves, Halves]:
-        """Refined, and as it is: where dims are split unevenly, other devices may have other products joined."""
+        """``refined()`` and ``self``: where dims are split unevenly, devices that refine may join different products."""
         return self.refined(), self
 
     def refined(self) -> Halves:
-        """Without sums of zeros, with sums of products joined and views that change nothing left out: sizes decide."""
+        """A copy with sums with zeros removed, sums of products joined, and redundant views removed, by their sizes."""
         forward, backward = copy.deepcopy(self.cut.forward), copy.deepcopy(self.cut.backward)
         for of_backward in BACKWARD_PASSES:
             of_backward(backward)
@@ -140,7 +140,7 @@ class Halves:
 
     @property
     def signature(self) -> str:
-        """The same for graphs with the same nodes and edges, whatever their sizes: ranks must agree on it."""
+        """A hash of the nodes and edges of the graphs, independent of sizes; all ranks must have the same."""
         digest = hashlib.sha256()
         for graph in (self.cut.forward, self.cut.backward):
             number = {node: i for i, node in enumerate(graph.nodes)}
@@ -151,15 +151,18 @@ class Halves:
 
     @property
     def sizes(self) -> str:
-        """The same for graphs of one signature whose tensors have the same sizes."""
+        """A hash of the shapes of all tensors, by which graphs with the same signature are compared."""
         nodes = (node for graph in (self.cut.forward, self.cut.backward) for node in graph.nodes)
         shapes = [tuple(node.meta["val"].shape) for node in nodes if isinstance(node.meta.get("val"), Tensor)]
         return hashlib.sha256(str(shapes).encode()).hexdigest()[:16]
 
     def without(self, missing: frozenset[int]) -> Halves:
-        """A backward graph for when these of the outputs that may have a gradient have none; the forward graph is empty.
+        """A backward graph for calls in which some outputs that may have a gradient have none; the forward graph is empty.
 
-        Only of what is not refined: of joined products nothing can be left out.
+        ``self`` must not be refined: nothing can be pruned from joined products.
+
+        Args:
+            missing: the numbers of these outputs among ``joint.tangents``, then ``joint.waiting``.
         """
         forward = fx.Graph()
         forward.output(())
@@ -167,13 +170,13 @@ class Halves:
         return replace(self, cut=replace(self.cut, forward=forward, backward=backward))
 
     def buckets(self, enough: Enough | None, hiding: Hiding | None = None) -> tuple[Buckets, Buckets]:
-        """Which small collectives to merge, in either half; None: none is."""
+        """The small collectives to merge in either graph; no collectives if ``enough`` is None."""
         if enough is None:
             return (), ()
         return buckets(self.cut.forward, enough, hiding), buckets(self.cut.backward, enough, hiding)
 
     def stages(self, chosen: tuple[Buckets, Buckets], faster: Faster | None) -> tuple[Stages, Stages]:
-        """Which all_reduces of the graphs with merged collectives go in stages, in either half; None: none does."""
+        """The all_reduces to split into stages in either graph after merging; none if ``faster`` is None."""
         if faster is None:
             return (), ()
         forward, backward = self._merged(chosen)
@@ -182,7 +185,7 @@ class Halves:
     def overlapped(
         self, chosen: tuple[Buckets, Buckets], staged: tuple[Stages, Stages] = ((), ()), *, same_sizes: bool = True
     ) -> Overlapped:
-        """The graphs with merged collectives and all_reduces in stages, which are launched and waited for.
+        """The graphs with merged collectives, all_reduces in stages, and a launch and a wait for every collective.
 
         Args:
             chosen: see ``buckets``.
@@ -210,14 +213,14 @@ def halves(
     trained: frozenset[str],
     waiting: Mapping[str, Tensor] | None = None,
 ) -> Halves:
-    """The forward and backward graph of the device at ``at``.
+    """Traces the forward and the backward graph of the device at ``at``.
 
     Args:
         sharded: see ``passes.sharding.shard.shard``.
         mesh: sizes of the mesh axes.
         at: the device's coordinates.
         inputs: placeholder -> a tensor like this device's part of it.
-        trained: placeholders whose gradients are wanted; none: the backward graph is empty.
+        trained: placeholders whose gradients are wanted; if there are none, the backward graph is empty.
         waiting: see ``passes.overlap.trace.trace``.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Operators of the library ``autotp`` that stand, in a traced graph, for what a sharded graph asks of its world.
+"""Operators of the library ``autotp`` that stand, in a traced graph, for what a sharded graph calls on its world.
 
-They have shapes, for tracing, and compute nothing: before a graph runs, `passes.overlap.launch` puts calls of a
-`passes.world.world.World` in their place. Nothing in them distinguishes the devices of a mesh, so devices whose parts have
-equal shapes have one graph.
+They infer shapes, for tracing, and compute nothing: before a graph runs, `passes.overlap.launch` replaces them by calls of
+a `passes.world.world.World`. They do not distinguish the devices of a mesh, so devices whose parts have equal shapes have
+the same graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _define(schema: str, shape: Any) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, shape, "Meta")
-    # Autograd sees them only inside functions with gradients of their own, or where there is none to pass on.
+    # Autograd reaches them only inside autograd functions, or where there is no gradient to pass on.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return getattr(torch.ops.autotp, name).default
 
@@ -56,32 +56,32 @@ reduce_scatter = _define("reduce_scatter(Tensor x, int axis) -> Tensor", lambda 
 all_to_all = _define("all_to_all(Tensor x, int axis) -> Tensor", _like)
 #: This device's block of a dim, as a copy; ``traced`` is the coordinate along the axis for which shapes were traced.
 own = _define("own(Tensor x, int dim, int blocks, int axis, int ways, int traced) -> Tensor", _own)
-#: The tensor on devices whose coordinates on the axes are 0, zeros on others.
+#: The tensor on devices whose coordinates on the axes are all 0, zeros on others.
 mask = _define("mask(Tensor x, int[] axes) -> Tensor", _like)
 pad = _define("pad(Tensor x, int dim, int length) -> Tensor", _resized)
 crop = _define("crop(Tensor x, int dim, int length) -> Tensor", _resized)
-#: The elements in some order in memory; the tensor itself, where they are.
+#: The tensor in a memory format; the tensor itself if it already is in that format.
 laid_out = _define(
     "laid_out(Tensor x, MemoryFormat order) -> Tensor", lambda x, order: torch.empty_like(x, memory_format=order)
 )
-#: In a memory format that leaves no doubt; the tensor itself, where it lies so.
+#: The tensor in an unambiguous memory format; the tensor itself if it already is in it.
 in_one_format = _define(
     "in_one_format(Tensor x) -> Tensor", lambda x: torch.empty_strided(x.shape, layout.in_one_format(x).stride(), **_as(x))
 )
-#: The tensor, if ``outside`` is 0; else an IndexError.
+#: Returns the tensor if ``outside`` is 0; raises an IndexError otherwise.
 within = _define("within(Tensor ids, Tensor outside, str message) -> Tensor", lambda ids, *_: torch.empty_like(ids))
-#: Where this device's part of a dim begins, a tensor without dims.
+#: Where this device's part of a dim begins, as a tensor without dims.
 offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",
     lambda size, axes, like: torch.empty((), dtype=torch.int64, device=like.device),
 )
-#: Random numbers, the same on devices that differ on none of the axes: of a tensor's method, such as ``bernoulli_``.
+#: Random numbers from a tensor's method, such as ``bernoulli_``; equal on devices with equal coordinates on the axes.
 draw = _define(
     "draw(Tensor seed, int[] salt, int[] axes, Tensor like, str method, float[] by) -> Tensor",
     lambda seed, salt, axes, like, method, by: _like(like),
 )
 
-#: The operators that stand for collectives, with the collectives' names.
+#: Operators that stand for collectives -> the names of the collectives.
 COLLECTIVE_OF: Mapping[Any, str] = {
     all_reduce: "all_reduce",
     all_gather: "all_gather",

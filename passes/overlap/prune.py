@@ -1,9 +1,9 @@
-"""A backward graph for when only some outputs have gradients: what serves only the others' gradients is not run.
+"""Prunes a backward graph for calls in which only some outputs have gradients: it omits nodes that only the others need.
 
-Which nodes stay depends on the graph's edges alone, so that all devices' graphs stay equal; sums of one term and zeros that
-this leaves are removed by ``drop_zeros``, which looks at sizes.
+Which nodes remain depends on the graph's edges alone, so that the graphs of all devices stay equal. Pruning leaves sums
+with zeros; ``drop_zeros`` removes them depending on sizes.
 
-Gradients of zeros would not do instead: where a function has an infinite slope, zero times that is not zero.
+Passing zeros as the missing gradients would be wrong: where the slope of a function is infinite, zero times it is not zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _aten = torch.ops.aten
 
 
 def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Graph:
-    """The same gradients where some outputs have none; None where no other gradient flows to.
+    """The backward graph for calls in which some outputs have no gradient.
 
-    Every node of a backward graph is linear in the gradients that it is made of, so what is made of missing ones alone is
-    zero.
+    It returns None as a gradient to which no present gradient contributes. Every node of a backward graph is linear in the
+    gradients that it depends on, so a node that depends on missing gradients alone is zero.
 
     Args:
-        backward: what is saved, then gradients of the outputs -> gradients; its placeholders stay.
-        outputs: how many outputs have a gradient.
-        missing: the numbers of those without.
+        backward: saved tensors, then gradients of the outputs -> gradients; all its placeholders are kept.
+        outputs: how many gradients of outputs it takes.
+        missing: the numbers, among these, of the gradients that are missing.
     """
     places = [node for node in backward.nodes if node.op == "placeholder"]
     tangents = places[len(places) - outputs :]
@@ -55,7 +55,7 @@ def pruned(backward: fx.Graph, outputs: int, missing: frozenset[int]) -> fx.Grap
 
 
 def drop_zeros(graph: fx.Graph) -> None:
-    """Leaves out, in place, sums of something and zeros where the sum is of the same shape, type and strides."""
+    """Replaces, in place, sums with zeros by the other term if it has the shape, dtype and strides of the sum."""
     for node in list(graph.nodes):
         if node.target is _aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
             left = [n for n in node.all_input_nodes if n.target is not _aten.zeros.default]

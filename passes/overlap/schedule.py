@@ -1,11 +1,11 @@
-"""The order in which a graph with collectives runs: launched early, waited for late, compute in between.
+"""Schedules a graph with collectives: launches them early, waits for them late, and runs compute in between.
 
-List scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's link from
-its launch until it is done. Whenever the program is free it launches what can be launched, most urgent first, then runs an
-operator whose operands are there; only when there is none does it wait. The most urgent is what has the longest way to the
-end of the graph. But before a link would be idle, what leads to a collective on it soonest comes first: of two chunks that
-are equally urgent one runs ahead, and communicates while the other is computed. The order depends on the graph, on
-predicted durations and on sizes alone.
+This is list scheduling on several resources. Compute runs one operator after the other; a collective occupies its group's
+link from its launch to its completion. The scheduler launches all collectives that are ready, most urgent first, then runs
+an operator whose operands are ready; it waits for a collective only if there is no such operator. The most urgent node has
+the longest path to the end of the graph. But before a link becomes idle, the nodes that lead soonest to a collective on it
+come first: of two equally urgent chunks, one runs ahead, and communicates while the other is computed. The order depends on
+the graph, on predicted durations and on sizes alone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["Durations", "Limits", "Slot", "Task", "reordered", "schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What scheduling knows of a node.
+    """The properties of a node that the scheduler uses.
 
     Attributes:
         seconds: how long it occupies its lane.
         lane: ``compute``, or the group of a collective.
-        bytes: what its result holds; 0 for a view.
+        bytes: the size of its result; 0 for a view.
     """
 
     seconds: float = 0.0
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """When a node runs, by prediction: seconds from the graph's start, in the lane of its `Task`."""
+    """The predicted time at which a node runs, in seconds from the start of the graph, and the lane of its `Task`."""
 
     node: fx.Node
     begin: float
@@ -53,12 +53,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a schedule must keep to.
+    """The limits of a schedule.
 
     Attributes:
-        collectives: that may be under way at once in one lane; 0: the order given is kept, and each is waited for in it.
-        slack: a share of the peak of what the order given holds at once. Beyond that and the peak together, nothing is
-            launched before its time, and the most urgent goes first only if it fits; what is begun by then may hold more.
+        collectives: how many may be in progress at once per lane; 0: the given order is kept, including its waits.
+        slack: how far peak memory may exceed that of the given order, as a share of the latter. Collectives that would
+            exceed this limit are not launched before their turn in the given order, and if the most urgent operator would,
+            the given order is followed instead. The limit is not strict, as earlier decisions may hold more memory.
     """
 
     collectives: int = 8
@@ -66,28 +67,28 @@ class Limits:
 
 
 Durations = Callable[[fx.Node], Task]
-#: What is ready: less its urgency, its number in the order given, and the node.
+#: A node that is ready: its negative urgency, its number in the given order, and the node.
 Entry = tuple[float, int, fx.Node]
 
 
 def schedule(graph: fx.Graph, durations: Durations, limits: Limits = Limits()) -> list[Slot]:
-    """A good order of a graph's nodes, placeholders and the output left out.
+    """Schedules the nodes of a graph, except for its placeholders and output.
 
     Args:
-        graph: see ``passes.overlap.launch.launches``.
-        durations: of every node; a launch has its collective's.
-        limits: see there.
+        graph: see ``passes.overlap.launch.launches``; its order is the given order.
+        durations: maps every node to its `Task`, a launch to that of its collective.
+        limits: see `Limits`.
 
     Returns:
-        In the order in which the nodes are to run.
+        The slots, in the order in which the nodes are to run.
     """
     return _Scheduler(graph, durations, limits).run()
 
 
 def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
-    """The same graph with its nodes in another order; but each of several results is taken out of its tuple at once.
+    """A copy of the graph with its nodes in another order, except that all items of a tuple are taken out of it at once.
 
-    The tuple holds them all for as long as there is something to take.
+    The tuple holds all its items until the last one is taken.
     """
     result = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -100,37 +101,37 @@ def reordered(graph: fx.Graph, order: Iterable[fx.Node]) -> fx.Graph:
 
 
 class _Memory:
-    """The bytes of results that are held; a value is held until all have run that read it, or a view of it."""
+    """Counts the bytes of live results; a result is live until all nodes that read it, or a view of it, have run."""
 
     def __init__(self, tasks: Mapping[fx.Node, Task]) -> None:
         self.tasks = tasks
         self.roots: dict[fx.Node, fx.Node] = {}
         for node in tasks:
             source = node.all_input_nodes[0] if node.target is wait else source_of(node)
-            if node.target is local and tasks[node].bytes:  # which copies
+            if node.target is local and tasks[node].bytes:  # it copies
                 source = None
             self.roots[node] = node if source is None else self.roots[source]
         self.left: dict[fx.Node, int] = defaultdict(int)
         for node in tasks:
             for root in self.read(node):
                 self.left[root] += 1
-            if any(user.op == "output" for user in node.users):  # what the graph gives is held to the end
+            if any(user.op == "output" for user in node.users):  # outputs are live to the end
                 self.left[self.roots[node]] += 1
         self.held = sum(each.bytes for node, each in tasks.items() if node.op == "placeholder")
 
     def read(self, node: fx.Node) -> set[fx.Node]:
-        """The memories that a node reads."""
+        """The nodes in whose memory the operands of a node lie."""
         sources = node.all_input_nodes
-        if node.target is wait:  # what is sent is held until it has arrived
+        if node.target is wait:  # the operand of a collective is live until the wait
             sources = [*sources, *sources[0].all_input_nodes]
         return {self.roots[n] for n in sources if n in self.roots}
 
     def change(self, node: fx.Node) -> float:
-        """Bytes by which running a node lets what is held grow."""
+        """The bytes by which running a node changes the live memory."""
         return self.tasks[node].bytes - sum(self.tasks[root].bytes for root in self.read(node) if self.left[root] == 1)
 
     def run(self, node: fx.Node) -> None:
-        """Counts a node that has run."""
+        """Updates the counts for a node that runs."""
         self.held += self.change(node)
         for root in self.read(node):
             self.left[root] -= 1
@@ -225,15 +226,15 @@ class _Scheduler:
         return heapq.heappop(ready["launch"])[2]
 
     def crowded(self, node: fx.Node) -> bool:
-        """Whether there is too little memory left for a node to be run before its time."""
+        """Whether running a node before its turn in the given order would exceed the memory limit."""
         return self.memory.held + self.memory.change(node) > self.most
 
     def best(self, launches: Sequence[Entry], arrived: Sequence[Entry]) -> tuple[str, Entry]:
-        """Which of the operators that are ready to run, or of the collectives to launch or, arrived, to take in."""
+        """Chooses a ready operator, a collective to launch, or the wait for one that has arrived: (kind, entry)."""
         ready = self.ready["compute"]
-        # Where no lane waits to be fed, the order given is the best: what was just made is still in the caches.
+        # If no lane is about to be idle, the given order is best: recent results are still in the caches.
         first = min(ready, key=lambda e: e[1])
-        if self.crowded(ready[0][2]):  # the order given is known to fit
+        if self.crowded(ready[0][2]):  # the given order is known to fit
             waiting = [("launch", e) for e in launches] + [("wait", e) for e in arrived]
             return min([("compute", first), *waiting], key=lambda each: each[1][1])
         hurried = []

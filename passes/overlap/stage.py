@@ -1,9 +1,10 @@
-"""Staging: an all_reduce over several mesh axes as reduce_scatter within, all_reduce between, all_gather within.
+"""Staging: splits an all_reduce over several mesh axes into a reduce_scatter over the innermost axis, an all_reduce over
+the others, and an all_gather over the innermost axis.
 
-One ring through all devices takes the whole tensor over every link that it crosses. Where the innermost axis' links are
-fast, its devices reduce first, each its own share; then only that share goes over the slower links, and comes back to all.
-As collectives of their own the three overlap with those of other tensors: while one is between nodes, another is within
-(Cho et al., "BlueConnect", SysML 2019).
+A ring through all devices sends the whole tensor over every link in it. If the links of the innermost axis are fast, its
+devices first reduce one share of the tensor each; then only the shares are sent over the slower links, and are gathered at
+the end. As separate collectives, the three overlap with those of other tensors: while one runs between nodes, another runs
+within nodes (Cho et al., "BlueConnect", SysML 2019).
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ __all__ = ["Faster", "Stages", "stage", "stages"]
 
 _aten = torch.ops.aten
 
-#: (mesh axes, bytes of one device's tensor) -> whether to reduce it over the last of the axes first.
+#: (mesh axes, bytes of one device's tensor) -> whether reducing it over the last of the axes first is faster.
 Faster = Callable[[tuple[int, ...], float], bool]
 
-#: (place among a graph's nodes, how many axes, from the last on, are a stage of their own) of its all_reduces.
+#: (index among a graph's nodes, number of axes, from the last one on, that become stages of their own) per all_reduce.
 Stages = tuple[tuple[int, int], ...]
 
 
 def stages(graph: fx.Graph, mesh: tuple[int, ...], faster: Faster) -> Stages:
-    """Which of a traced graph's all_reduces go in stages.
+    """Chooses the all_reduces of a traced graph to split into stages.
 
     Args:
-        graph: collectives are operators of `passes.overlap.primitives`.
+        graph: its collectives are operators of `passes.overlap.primitives`.
         mesh: sizes of the axes.
-        faster: whether an all_reduce is faster so.
+        faster: whether an all_reduce is faster in stages.
     """
     found = []
     for place, node in enumerate(graph.nodes):
@@ -51,14 +52,14 @@ def stages(graph: fx.Graph, mesh: tuple[int, ...], faster: Faster) -> Stages:
 
 
 def stage(graph: fx.Graph, mesh: tuple[int, ...], chosen: Stages, *, same_sizes: bool = True) -> None:
-    """Puts all_reduces of a traced graph in stages, in place.
+    """Splits all_reduces of a traced graph into stages, in place.
 
     Args:
         graph: see ``stages``.
         mesh: sizes of the axes.
-        chosen: of this graph, or of another device's with the same nodes.
-        same_sizes: whether all devices' tensors have these sizes; else room is made for zeros in all, whose nodes stay the
-            same.
+        chosen: the stages of this graph, or of another device's graph with the same nodes.
+        same_sizes: whether the tensors of all devices have the same sizes; otherwise nodes that pad are added to all
+            stages, so that the graphs of all devices keep the same nodes.
     """
     nodes = list(graph.nodes)
     for place, inner in chosen:

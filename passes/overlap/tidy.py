@@ -1,7 +1,7 @@
-"""Leaves out views that change nothing, and makes views of views from the tensor that they show.
+"""Removes views that change nothing, and takes views of views from the underlying tensor.
 
-Tracing and sharding leave many: a reshape to the shape that is there already, a transpose of a transpose. None of them
-costs the device anything, but each is an operator that Python calls.
+Tracing and sharding leave many of them: a reshape to the same shape, a transpose of a transpose. They cost no time on the
+device, but each is an operator that Python calls.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MAY_CHANGE_NOTHING = _RESHAPING | _ARRANGING
 
 
 def tidy(graph: fx.Graph) -> None:
-    """Leaves out, in place, views that something else is as good as.
+    """Replaces redundant views by equivalent earlier nodes, in place.
 
-    What a graph gives stays what it is: an output that is a view of another, or of an input, is not made the same tensor.
-    What only arranges a tensor that lies so already gives that tensor itself.
+    Outputs keep their identity: a view of another output, or of an input, that is an output is not replaced by that tensor.
+    Changes of the memory format to that of the operand are replaced by the operand even then.
 
     Args:
-        graph: of operators, with a fake tensor for each in ``meta["val"]``.
+        graph: its nodes are operators, each with a fake tensor in ``meta["val"]``.
     """
     for node in list(graph.nodes):
         if node.target in _RESHAPING:
@@ -42,14 +42,14 @@ def tidy(graph: fx.Graph) -> None:
 
 
 def _look_through(node: fx.Node) -> None:
-    """Reshapes what an operand is a view of, where that lies in memory in order, so that it can be viewed in any shape."""
+    """Lets a reshape of a reshape read the latter's operand, if that is contiguous and can thus be viewed in any shape."""
     operand: Any = node.args[0]
     if operand.target in _RESHAPING and operand.args[0].meta["val"].is_contiguous():
         node.replace_input_with(operand, operand.args[0])
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """An earlier node with the same elements, shape and strides, in the same memory."""
+    """An earlier node with the same elements, shape and strides, in the same memory; None if none is known."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     operand = node.args[0]
@@ -59,6 +59,6 @@ def _same(node: fx.Node) -> fx.Node | None:
         old, new = operand.meta["val"], node.meta["val"]
         if not isinstance(old, Tensor) or old.shape != new.shape or old.stride() != new.stride():
             return None
-        # A kernel may choose other strides than its fake one in dims of size 1.
+        # In dims of size 1, a kernel may choose other strides than its fake implementation.
         return operand if node.target in _RESHAPING or 1 not in old.shape else None
     return None

@@ -1,8 +1,8 @@
-"""The joint graph of a sharded graph: its forward and backward pass in ATen, collectives as operators of their own.
+"""Traces a sharded graph into a joint graph: its forward and backward pass in ATen, with collectives as operators.
 
 The sharded graph is run once on fake tensors, for one device of the mesh, in a world whose collectives are operators of the
-library ``autotp``. What autograd does is recorded too, so the gradients' collectives are operators like the others, and a
-pass over the graph may move them.
+library ``autotp``. The operators that autograd runs are recorded too, so the collectives of gradients are nodes like any
+others, which later passes may move.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from passes.world.world import Salt, World
 __all__ = ["Joint", "Untraceable", "current_device", "trace", "undrawn"]
 
 _aten = torch.ops.aten
-#: Of torch's own marks of nodes, which tracing copies: for which operator a collective runs, and in which module.
+#: Keys of torch's custom metadata, which tracing copies to nodes: the operator for which a collective runs, and the module.
 _AT, _IN = "autotp_at", "autotp_in"
 
 
 class Untraceable(Exception):
-    """A graph does what a traced graph cannot say; it runs as it is."""
+    """A graph does something that cannot be traced; it then runs as it is."""
 
 
 class _TracedWorld(World):
-    """One device of a mesh, whose dealings with others are recorded."""
+    """The world of one device of a mesh. Its collectives, and all that depends on the device, are traced as operators."""
 
     def __init__(self, mesh_shape: tuple[int, ...], at: tuple[int, ...]) -> None:
         super().__init__(mesh_shape, [at])
@@ -104,7 +104,7 @@ class _TracedWorld(World):
 
 
 class _Marking(fx.Interpreter):
-    """Runs a sharded graph, and marks what each node becomes, in both passes, by the node's module."""
+    """Runs a sharded graph, and marks the nodes that are traced for each of its nodes, in both passes, with its module."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -120,7 +120,10 @@ class _Marking(fx.Interpreter):
             return super().call_function(target, args, kwargs)
 
     def mark_backward(self, ends: Iterable[Tensor]) -> None:
-        """Lets autograd mark what follows from these tensors: its nodes are numbered in the order of the forward pass."""
+        """Adds hooks to the autograd nodes of these tensors that mark what they trace with the module of the forward node.
+
+        The sequence numbers of autograd nodes, which are in the order of the forward pass, identify the forward node.
+        """
         numbers = [number for number, _ in self.begun]
         for node in _behind(end.grad_fn for end in ends):
             place = self.begun[bisect.bisect_right(numbers, sequence_number_of(node)) - 1][1]
@@ -130,10 +133,11 @@ class _Marking(fx.Interpreter):
 
 
 class _Mark:
-    """Marks what a node of autograd traces, as ``marking`` does, between two hooks of it.
+    """Two hooks of an autograd node, between which traced nodes are marked as ``marking`` does.
 
-    Where a node fails, its second hook is not called. A context that is left open would be closed when it is collected,
-    and take away the mark of whatever is traced then; this is only left behind, in what the end of the trace drops.
+    If the autograd node fails, the second hook is not called. A context manager left open would then be closed by the
+    garbage collector, and remove the mark of whatever is traced at that time. The mark that this class leaves does no harm:
+    it is in metadata that is dropped at the end of the trace.
     """
 
     def __init__(self, place: str) -> None:
@@ -148,7 +152,7 @@ class _Mark:
 
 
 def undrawn(graph: fx.Graph) -> list[str]:
-    """Names of the nodes of a captured graph that draw random numbers in a way that is not known here."""
+    """Names of the nodes of a captured graph that draw random numbers in a way that tracing does not support."""
     return [node.name for node in graph.nodes if node.op == "call_function" and draws(node) and node.target not in DRAWN]
 
 
@@ -157,16 +161,16 @@ class Joint:
     """A joint graph.
 
     Attributes:
-        graph: inputs (those of the sharded graph, a seed, gradients of differentiable outputs) -> outputs, then the
-            gradients of differentiable inputs.
-        constants: tensors that the graph reads by name.
+        graph: inputs of the sharded graph, a seed, gradients of ``tangents``, then of ``waiting`` -> outputs, then the
+            gradients of ``trained``.
+        constants: name of an attribute that the graph reads -> its tensor.
         inputs: names of the sharded graph's placeholders.
-        trained: positions of the inputs whose gradients are given.
+        trained: positions of the inputs whose gradients are returned.
         regathered: positions of the parameters that are gathered before use, and again for the backward pass.
         outputs: how many outputs the sharded graph has.
         tangents: positions of the outputs that have a gradient.
-        reached: per gradient, from which of ``tangents`` and ``waiting``, by their numbers, autograd comes to its input.
-        waiting: names of the values inside that have a gradient from elsewhere; it is given behind those of the outputs.
+        reached: per gradient, from which of ``tangents`` and ``waiting``, numbered together, autograd reaches its input.
+        waiting: names of inner values that also receive a gradient from outside; it comes after those of the outputs.
     """
 
     graph: fx.Graph
@@ -194,13 +198,14 @@ def trace(
         sharded: see ``passes.sharding.shard.shard``; its ``world`` is replaced.
         mesh: sizes of the mesh axes.
         at: the device's coordinates.
-        inputs: placeholder -> a tensor of the shape, dtype and device of this device's part; only that is read.
-        trained: placeholders whose gradients are wanted; none of them: the graph is the forward pass alone.
-        waiting: name -> a tensor like it, of the values that the graph returns behind its outputs, to which gradients come
-            from elsewhere too (see ``passes.sharding.deferral.Deferred.last``).
+        inputs: placeholder -> a tensor with the shape, strides, dtype and device of this device's part; its elements are
+            not read.
+        trained: placeholders whose gradients are wanted; if empty, the graph is the forward pass alone.
+        waiting: name -> a tensor like it, for the values that the graph returns after its outputs and that also receive
+            gradients from outside (see ``passes.sharding.deferral.Deferred.last``).
 
     Raises:
-        Untraceable: the graph reads values while it runs, or draws random numbers in a way that is not known here.
+        Untraceable: the graph reads values of tensors while it runs, or draws random numbers in an unsupported way.
     """
     names = tuple(str(n.target) for n in sharded.graph.nodes if n.op == "placeholder")
     wanted = tuple(i for i, name in enumerate(names) if name in trained)
@@ -210,7 +215,7 @@ def trace(
     awaited: list[str] = []
     reached: list[frozenset[int]] = [frozenset()] * len(wanted)
 
-    # Their layouts say of which shapes outputs are, and so their gradients, before the graph has run.
+    # The layouts of the outputs give their shapes, and those of their gradients, before the graph has run.
     *_, output = sharded.graph.nodes
     layouts = note_of(output).layouts
     floating = [i for i, value in enumerate(note_of(output).values) if wanted and differentiable(value)]
@@ -221,7 +226,7 @@ def trace(
         with torch.set_grad_enabled(bool(wanted)):
             live = [v.detach().requires_grad_(i in wanted) for i, v in enumerate(values)]
             world.seed_value = seed
-            interpreter = _Marking(sharded)  # marks of nodes come along, hooks of the module do not
+            interpreter = _Marking(sharded)  # it keeps the nodes' marks, and calls no module hooks
             outputs = list(interpreter.run(*live))
             cuts = dict(zip(inside, outputs[len(outputs) - len(inside) :], strict=True))
             del outputs[len(outputs) - len(inside) :]
@@ -264,7 +269,7 @@ def trace(
     sharded.recompile()
     sharded.world = world
     try:
-        with TRACING, ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's, and not the graph's
+        with TRACING, ThreadPoolExecutor(1) as apart:  # a thread of its own: the caller's hooks and modes do not apply
             module = apart.submit(traced).result()
     except (
         DataDependentOutputException,
@@ -274,7 +279,7 @@ def trace(
     finally:
         sharded.world = previous
     if next(iter(module.graph.find_nodes(op="call_function", target=_aten.mkldnn_rnn_layer_backward.default)), None):
-        # Its forward kernel makes the workspace only where autograd itself runs it.
+        # Its forward kernel creates the workspace only if autograd itself runs it.
         raise Untraceable("oneDNN's recurrent layers keep a workspace for the backward pass that only autograd's have")
     spare = [n for n in module.graph.nodes if n.op == "placeholder"][len(names) + 1 :]
     for end, node in zip((*floating, *inside), spare, strict=True):
@@ -292,13 +297,13 @@ def trace(
 
 
 def current_device(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Makes the device of some tensors the current one, which it is for each thread by itself."""
+    """A context that makes the device of the first tensor the current one; torch has a current device per thread."""
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
-    """Per leaf, the numbers of the ends from which autograd comes to it."""
+    """Per leaf, the numbers of the ends from which autograd reaches it."""
     found: dict[int, set[int]] = {}
     for number, end in enumerate(ends):
         if end.grad_fn is None:
@@ -310,7 +315,7 @@ def _reached(ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset
 
 
 def _behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of autograd that are these, or follow from them."""
+    """The given autograd nodes, and all that are reachable from them."""
     waiting, seen = [*roots], {None}
     while waiting:
         node = waiting.pop()
@@ -321,7 +326,7 @@ def _behind(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """A fake tensor like one that is real, or on meta, which stands for a CPU."""
+    """An empty (here: fake) tensor like a given one; a tensor on the meta device stands for one on a CPU."""
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
@@ -337,7 +342,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Drops what says nothing without autograd: detached tensors, aliases, results that nobody reads."""
+    """Removes nodes that have no effect without autograd (``detach`` and aliases), and dead code."""
     for node in graph.nodes:
         if node.target in (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default):
             node.replace_all_uses_with(node.args[0])

@@ -1,10 +1,10 @@
 """The sharding rules: how each operator's dims map to the factors of its iteration space.
 
-Input: a node of a captured graph. Output: its `OpRule`, and for a whole graph an `Operator` per node, with the factors
-that it has. `table` has a `Rule` (`rule`) per operator, with its `lowering`; `notation` reads the rules' language, and
-`shapes`, `views`, `indexing`, `recurrent` and `operators` find forms that depend on arguments; `elementwise` has the rules
-of what has one for every overload. `kept` says what the backward pass reads
-of an operator, `kinds` what kind of kernel an operator without a rule is, and `factors` analyses a whole graph.
+Input: a node of a captured graph. Output: its `OpRule`, and for a whole graph an `Operator` per node, with its factors.
+`table` has a `Rule` (`rule`) per operator, with its `lowering`; `notation` parses the rules. `shapes`, `views`, `indexing`,
+`recurrent` and `operators` build rules that depend on arguments; `elementwise` has the rules of element-wise operators, for
+every overload. `kept` says which tensors the backward pass reads of an operator, `kinds` which kind of kernel an operator
+without a rule is, and `factors` analyses a whole graph.
 """
 
 from passes.rules.notation import OpRule, RuleError

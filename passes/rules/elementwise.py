@@ -1,4 +1,4 @@
-"""Rules of element-wise operators: every overload that torch has of a name."""
+"""Rules of element-wise operators, for every overload that torch has of a name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The factors of a whole graph: which dims of which tensors stand for the same thing.
+"""The factors of a whole graph: which dims of which tensors are the same factor.
 
-Rules bind factors node by node. Here they are related across nodes. A *cut* divides a dim into a major and a minor part
-because some operator elsewhere sees it that way: a reshape that merges batch and sequence, a split of a fused
-query-key-value projection, the groups of a group norm. Cuts spread through every operator that carries the dim, so that
-``(batch sequence)`` can be sharded by sequence in a linear layer and no reshard is needed at the reshape.
+Rules bind factors node by node; this module relates them across nodes. A *cut* divides a dim into a major and a minor part
+because some other operator distinguishes them: a reshape that merges batch and sequence, a split of a fused query-key-value
+projection, the groups of a group norm. Cuts are propagated through every operator that has the dim, so that ``(batch
+sequence)`` can be sharded by sequence in a linear layer, and no reshard is needed at the reshape.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Value = tuple[fx.Node, int]
 
 
 def value_of(node: fx.Node) -> Value:
-    """The tensor that a node stands for: its own result, or a result of the node that it gets an item of.
+    """The tensor that a node stands for, as (producer, number of the result): for a ``getitem``, a result of its operand.
 
-    Results are counted as `passes.rules.shapes.results_of` has them, without those that a node leaves out.
+    Results are numbered as in `passes.rules.shapes.results_of`, which skips items that are not tensors.
     """
     if node.target is not operator.getitem:
         return node, 0
@@ -39,7 +39,7 @@ def value_of(node: fx.Node) -> Value:
 
 
 def operators_of(graph: fx.Graph) -> list[fx.Node]:
-    """The operators of a captured graph, in order; getitem only names results."""
+    """The operators of a captured graph, in order, without ``getitem``, which only names results."""
     return [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
 
 
@@ -49,13 +49,13 @@ class Factor:
 
     Attributes:
         name: unique in the operator (``n``, or ``n.1`` for the second part of a factor that was cut).
-        base: the rule's own name.
+        base: the name of the rule's factor that was cut.
         size: its whole size.
         part: which part of ``base`` it is, and ``parts`` how many there are.
-        sole: it is alone in every dim that has it, so uneven sizes are possible.
-        kind: for a contraction, "m" (rows), "n" (result only) or "k" (reduced); else, or for a batch of products, "".
+        sole: whether it is alone in every dim that has it, so that uneven shards are possible.
+        kind: for contractions, "m" (rows), "n" (columns) or "k" (reduced); "" for the batch of a batched product, and else.
         role: "batch", "token", "feature" or "" across the graph.
-        offered: whether strategies shard it.
+        offered: whether strategies may shard it.
     """
 
     name: str
@@ -71,13 +71,13 @@ class Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operator:
-    """A node with its rule, cut into the graph's common factors.
+    """A node with its rule, after cuts into the graph's common factors.
 
     Attributes:
         node: the captured node.
-        rule: its cut rule; None for a node without one.
-        factors: by name.
-        sums: whether partial sums can reach it, so that strategies which pass them through make sense.
+        rule: its rule after cuts; None if it has no rule.
+        factors: name -> factor.
+        sums: whether partial sums can reach it, so that strategies that pass them through are useful.
     """
 
     node: fx.Node
@@ -134,7 +134,7 @@ class _Analysis:
             forward = not forward
 
     def _spread(self, node: fx.Node) -> list[Value]:
-        """The tensors of a node that have new cuts, or are to be looked at once more."""
+        """Propagates cuts between a node's factors and its tensors; returns the tensors whose nodes need another visit."""
         rule, found = self.rules[node], list[Value]()
         if rule is None:
             return found
@@ -187,7 +187,7 @@ class _Analysis:
 
 
 def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operator]:
-    """The operators of ``graph`` with their cut rules and the roles of their factors.
+    """Analyses the operators of ``graph``: their rules after cuts, and the roles of their factors.
 
     Args:
         graph: a captured graph.
@@ -233,7 +233,7 @@ def analyse(graph: fx.Graph, inputs: Iterable[str] = ()) -> dict[fx.Node, Operat
 
 
 def _learned(graph: fx.Graph) -> set[fx.Node]:
-    """Operators with an operand of numbers that an input or a parameter reaches: all but masks, ids and positions."""
+    """Floating-point placeholders and all operators that depend on one: not those of masks, ids and positions alone."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         floating = any(differentiable(t) for t in results_of(node))

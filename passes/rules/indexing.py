@@ -1,7 +1,7 @@
 """Rules of operators that read or write at indices. See `passes.rules.shapes` for what builders return.
 
-Indexed dims are whole, as an index may point anywhere; the dims of the indices themselves are shared out where the operator
-reads, not where it writes.
+Indexed dims are whole, since an index may point anywhere. The dims of the indices can be sharded if the operator reads, but
+not if it writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["index", "index_put", "index_select", "select_scatter"]
 
 
 def _indices(node: fx.Node) -> tuple[list[int], list[fx.Node]]:
-    """Which dims have an index, and these."""
+    """The dims that have an index, and these indices."""
     given = named(node)["indices"]
     return [d for d, i in enumerate(given) if i is not None], [i for i in given if i is not None]
 
@@ -26,19 +26,19 @@ def _masks(indices: list[fx.Node]) -> bool:
 
 
 def _aligned(dims: list[Dim], whole: tuple[int, ...], shape: tuple[int, ...]) -> list[Dim]:
-    """The dims of a tensor of this shape that broadcasts to a whole one with these dims."""
+    """The dims of a tensor of this shape, which broadcasts to a tensor of the shape ``whole`` with the given dims."""
     shift = len(dims) - len(shape)
     return [dims[shift + i] if n == whole[shift + i] else () for i, n in enumerate(shape)]
 
 
 def _spread(where: list[int], indices: list[fx.Node]) -> tuple[int, int]:
-    """Where the dims of the indices begin in what is indexed, and how many they are."""
+    """The position of the first of the indices' dims in the result of indexing, and their number."""
     together = where[-1] - where[0] == len(where) - 1
     return (where[0] if together else 0), max(len(shape_of(i)) for i in indices)
 
 
 def index(node: fx.Node) -> OpRule | None:
-    """index.Tensor: whole along indexed dims; the indices' own dims and the remaining dims go along."""
+    """index.Tensor: indexed dims are whole; the dims of the indices and the other dims can be sharded."""
     where, indices = _indices(node)
     if not indices or _masks(indices):
         return None
@@ -52,7 +52,7 @@ def index(node: fx.Node) -> OpRule | None:
 
 
 def index_put(node: fx.Node) -> OpRule | None:
-    """index_put: what is not indexed goes along; so does all under one mask, whose elements get the same value."""
+    """index_put: dims that are not indexed can be sharded; all dims can, if one mask selects elements for one value."""
     where, indices = _indices(node)
     operands, (result,) = shapes_of(node)
     dims, sizes = dims_of(result)
@@ -77,7 +77,7 @@ def index_put(node: fx.Node) -> OpRule | None:
 
 
 def index_select(node: fx.Node) -> OpRule | None:
-    """index_select: whole along the dim, of which the result has the index's."""
+    """index_select: the selected dim is whole in the operand, and has the index's factor in the result."""
     (source, chosen), (result,) = shapes_of(node)
     if not source:
         return None
@@ -88,7 +88,7 @@ def index_select(node: fx.Node) -> OpRule | None:
 
 
 def select_scatter(node: fx.Node) -> OpRule:
-    """select_scatter: whole along the dim that the written part has not."""
+    """select_scatter: the dim that the written part lacks is whole."""
     shape = shape_of(operands_of(node)[0])
     where = named(node)["dim"] % len(shape)
     dims, sizes = dims_of(shape)

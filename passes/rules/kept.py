@@ -1,4 +1,4 @@
-"""What the backward pass reads of an operator: by torch's formulas of gradients, or by those of a lowering in its place."""
+"""The tensors that are saved for an operator's backward pass, by torch's gradient formulas or those of its lowering."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["NOTHING", "Kept", "in_turn", "kept", "kept_lowered", "working"]
 
 
 class Kept(NamedTuple):
-    """What is kept of an operator.
+    """The tensors that are saved for an operator's backward pass.
 
     Attributes:
-        operands: positions of the operands that are read.
-        results: whether the results are.
-        besides: tensors of their own: (an operand, or -1 for the first result; bytes for each of its elements).
+        operands: positions of the operands that are saved.
+        results: whether the results are saved.
+        besides: other tensors: (position of an operand, or -1 for the first result; bytes per element of it).
     """
 
     operands: tuple[int, ...] = ()
@@ -34,10 +34,10 @@ NOTHING = Kept()
 
 
 def kept(node: fx.Node, trained: Sequence[bool]) -> Kept:
-    """What the gradients of an operator's operands are made of.
+    """The tensors that the gradients of an operator's operands are computed from.
 
     Args:
-        node: captured.
+        node: an operator of a captured graph.
         trained: whether each of its operands has a gradient.
     """
     rule = rule_of(node)
@@ -60,7 +60,7 @@ def kept(node: fx.Node, trained: Sequence[bool]) -> Kept:
 
 
 def kept_lowered(node: fx.Node) -> Kept:
-    """What `kept` gives where inner factors are sharded, so that a lowering takes the operator's place."""
+    """`kept` for an operator whose inner factors are sharded, so that a lowering replaces it."""
     rule, first = rule_of(node), operands_of(node)[0].meta["val"]
     if rule is None or rule.extra is None:
         return NOTHING
@@ -71,10 +71,10 @@ def kept_lowered(node: fx.Node) -> Kept:
 
 
 def in_turn(node: fx.Node) -> tuple[int, ...]:
-    """The positions of an operator's operands, in the order in which their gradients are made; none: all at once.
+    """The positions of an operator's operands in the order in which their gradients are computed; empty: all at once.
 
-    Where each has a formula of its own, autograd goes by the names of its operators' arguments: ``mat2`` and ``other`` come
-    before ``self``; but ``mat1`` and ``mat2`` before the ``self`` that their product is added to.
+    If each operand has its own formula, autograd sorts them by the names of the arguments: ``mat2`` and ``other`` come
+    before ``self``; but ``mat1`` and ``mat2`` before the ``self`` to which their product is added.
     """
     rule, positions = rule_of(node), range(len(operands_of(node)))
     if rule is None or rule.saves != "others" or rule.kind == "convolution":
@@ -84,7 +84,7 @@ def in_turn(node: fx.Node) -> tuple[int, ...]:
 
 
 def working(node: fx.Node) -> tuple[tuple[int, float], ...]:
-    """What an operator's backward pass holds for a moment, as `Kept.besides`: gradients between those of its formulas."""
+    """Temporary memory of an operator's backward pass, as `Kept.besides`: gradients between its formulas."""
     rule = rule_of(node)
     if rule is None:
         return ()
@@ -94,5 +94,5 @@ def working(node: fx.Node) -> tuple[tuple[int, float], ...]:
 
 
 def _in_the_open(node: fx.Node, rule: Rule) -> bool:
-    """Whether an attention is computed by torch's formula, which keeps what `besides` says instead of what it is given."""
+    """Whether an attention is computed by torch's formula (with dropout): it saves `besides` instead of its operands."""
     return rule.kind == "attention" and bool(argument(node, 4, "dropout_p", 0.0))

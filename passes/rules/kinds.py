@@ -38,4 +38,4 @@ replication_pad3d_backward
 KERNELS: Mapping[str, str] = {
     f"aten.{name if '.' in name else f'{name}.default'}": kind for kind, names in _NAMES.items() for name in names.split()
 }
-"""Name of an operator -> one of ``costmodel.KINDS``; those that are not here are "pointwise"."""
+"""Name of an operator -> one of ``costmodel.KINDS``; operators that are not listed are "pointwise"."""

@@ -1,10 +1,10 @@
-"""Sharded forms of operators that need collectives inside: norms, softmax, losses, vocabulary lookups.
+"""Lowerings: sharded forms of operators that need collectives inside, such as norms, softmax, losses, vocabulary lookups.
 
-Each function receives ``at`` (which axes shard which factor, and the collectives) and the operator's own arguments,
-with tensors replaced by proxies of their local parts; it writes the sharded form into the graph by computing with them.
-Statistics are reduced over the axes that shard the normalised dim; each device's gradient of a statistic is partial, so
-``at.sum`` reduces in the backward pass too. As torch's own kernels do, they compute with halves in float32 and round once,
-at the end: a sum of squares would overflow in float16, and sums of sums would lose digits.
+Each function takes ``at`` (which axes shard which factor, and the collectives) and the operator's own arguments, with
+tensors replaced by proxies of their local parts; computing with them emits the sharded form into the graph. Statistics are
+reduced over the axes that shard the normalised dim; each device's gradient of a statistic is partial, so ``at.sum`` reduces
+in the backward pass too. Like torch's own kernels, they compute half-precision operands in float32 and round once, at the
+end: a sum of squares would overflow in float16, and sums of sums would lose precision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class At(Protocol):
-    """Where an operator stands: its strategy, and collectives to call from a lowering."""
+    """The context of a lowering: the operator's strategy, and collectives to call."""
 
     def axes(self, *factors: str) -> tuple[int, ...]:
         """The mesh axes that shard any of the factors."""
@@ -48,29 +48,29 @@ class At(Protocol):
 
     @property
     def reduced(self) -> tuple[int, ...]:
-        """The mesh axes that shard reduced factors."""
+        """The mesh axes that shard reduced factors, or factors in ``Rule.contiguous``."""
 
     def whole(self, operand: int) -> tuple[int, ...]:
         """The whole shape of a tensor operand."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What to compute in: the result's dtype, float32 for halves."""
+        """The dtype to compute in: that of the result, but float32 for half precision."""
 
     def wide(self, value: Any) -> Any:
-        """An operand, or what has its dtype, in ``dtype``."""
+        """An operand, or a value of its dtype, cast to ``dtype``."""
 
     def rounded(self, value: Any) -> Any:
-        """The result, computed in ``dtype``, in its own."""
+        """The result, computed in ``dtype``, cast to its own dtype."""
 
     def partial(self, value: Any) -> Any:
-        """``rounded`` for what may be a partial sum, which is rounded when it is whole: its parts may overflow."""
+        """``rounded`` for a possible partial sum, which is rounded after it is reduced: the terms may overflow."""
 
     def sum(self, value: Any, axes: tuple[int, ...]) -> Any:
         """All-reduce whose gradient is all-reduced too."""
 
     def reduce(self, value: Any, axes: tuple[int, ...]) -> Any:
-        """All-reduce of a value that every device then uses in the same way: its gradient is already whole."""
+        """All-reduce of a value that all devices then use in the same way, so that its gradient is already whole."""
 
     def max(self, value: Any, axes: tuple[int, ...]) -> Any:
         """All-reduce by maximum, without gradient."""
@@ -104,13 +104,13 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def _last(at: At, shape: list[int]) -> tuple[list[int], int, tuple[int, ...]]:
-    """The last dims, of a shape, that a norm is over: the dims, their elements, and the axes that shard them."""
+    """The trailing dims that a norm is over, from their shape: dims, number of elements, and the axes that shard them."""
     dims = range(len(shape))
     return [i - len(shape) for i in dims], math.prod(shape), at.axes(*(f"h{i}" for i in dims))
 
 
 def _by_channel(x: Any, weight: Any, bias: Any, rank: int) -> Any:
-    """`_affine` by a number for each channel, dim 1."""
+    """`_affine` with a weight and a bias per channel (dim 1)."""
     channels = [1, -1] + [1] * (rank - 2)
     return _affine(x, *(None if each is None else each.view(channels) for each in (weight, bias)))
 
@@ -153,7 +153,7 @@ def batch_norm(
     out = at.rounded(_by_channel(out, weight, bias, len(shape)))
     if running_mean is None:
         return out, None, None
-    if count == 0:  # as `passes.capture.functional.batch_norm_train`: there is nothing to learn from
+    if count == 0:  # as `passes.capture.functional.batch_norm_train`: no data, no update
         return out, running_mean.clone(), running_var.clone()
     new_mean = at.call(_track, running_mean, mean, momentum, 1.0)
     return out, new_mean, at.call(_track, running_var, variance, momentum, count / max(1, count - 1))
@@ -192,7 +192,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """cross_entropy with tokens and / or classes sharded: a mean divides by the tokens of all devices."""
+    """cross_entropy with sharded tokens, classes or both; a mean divides by the number of tokens of all devices."""
     vocabulary = at.axes("v")
     if vocabulary:
         logits = at.wide(logits)
@@ -208,7 +208,7 @@ def cross_entropy(
 
 
 def nll_loss(at: At, scores: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
-    """nll_loss with tokens sharded, as `cross_entropy`."""
+    """nll_loss with sharded tokens; see `cross_entropy`."""
     # The kernel's gradient wants contiguous scores; those of expanded ones are, and of one device's part need not be.
     losses = at.call(at.target, scores.contiguous(), target, weight, 0, ignore_index)
     return _over_tokens(at, losses, target, weight, reduction, ignore_index)
@@ -247,7 +247,7 @@ def _token_weight(target: Tensor, weight: Tensor | None, ignore_index: int, dtyp
 
 
 def embedding(at: At, weight: Any, ids: Any, padding_idx: int = -1, *_: Any) -> Any:
-    """embedding with a sharded vocabulary: each device looks up its own rows, the sum is left partial."""
+    """embedding with a sharded vocabulary: each device looks up its own rows; the result is a partial sum."""
     start = at.offset(at.whole(0)[0], at.axes("v"), ids)
     return at.call(_lookup, weight, ids, start, padding_idx)
 
@@ -262,7 +262,7 @@ def _lookup(weight: Tensor, ids: Tensor, start: int, padding_idx: int) -> Tensor
 
 
 def bags(at: At, weight: Any, ids: Any, factors: Any, mode: int) -> Any:
-    """Bags of embeddings with a sharded vocabulary: each device adds up its own rows, the sum is left partial."""
+    """Bags of embeddings with a sharded vocabulary: each device sums its own rows; the result is a partial sum."""
     start = at.offset(at.whole(0)[0], at.axes("v"), ids)
     return at.call(_rows_of_bags, weight, ids, factors, mode, start)
 
@@ -275,7 +275,7 @@ def _rows_of_bags(weight: Tensor, ids: Tensor, factors: Tensor | None, mode: int
 
 
 def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """mean over a sharded dim: the sum over the whole count, left partial."""
+    """mean over a sharded dim: the local sum divided by the whole count, as a partial sum."""
     shape = at.whole(0)
     chosen = range(len(shape)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
     count = math.prod(shape[d] for d in {d % len(shape) for d in chosen})
@@ -284,23 +284,23 @@ def mean(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any =
 
 
 def total(at: At, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """sum over a sharded dim, left partial."""
+    """sum over a sharded dim, as a partial sum."""
     x = at.wide(x)
     return at.partial(x.sum() if dim is None else x.sum([dim] if isinstance(dim, int) else list(dim), keepdim=keepdim))
 
 
 def mean_loss(at: At, x: Any, target: Any, reduction: int = 1, *args: Any, **kwargs: Any) -> Any:
-    """An element-wise loss over sharded dims: the sum, divided by the whole count for a mean, left partial."""
+    """An element-wise loss over sharded dims: the local sum, for a mean divided by the whole count, as a partial sum."""
     return _of_sum(at, at.call(at.target, at.wide(x), at.wide(target), 2, *args, **kwargs), reduction)
 
 
 def weighted_loss(at: At, x: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
-    """`mean_loss` of one that multiplies each element's."""
+    """`mean_loss` for a loss with a weight per element."""
     return _of_sum(at, at.call(at.target, *_wide(at, x, target, weight), 2), reduction)
 
 
 def loss_with_logits(at: At, x: Any, target: Any, weight: Any = None, positive: Any = None, reduction: int = 1) -> Any:
-    """`weighted_loss` of one that has weights of positive answers too."""
+    """`weighted_loss` for a loss that also has weights of positive targets."""
     return _of_sum(at, at.call(at.target, *_wide(at, x, target, weight, positive), 2), reduction)
 
 

@@ -1,4 +1,4 @@
-"""The notation of a sharding rule, and what it means for one node.
+"""The notation of sharding rules, and its binding to the shapes of a node.
 
 ``"… k, n k, n -> … n"`` names the factors of every tensor operand and result, dim by dim:
 
@@ -26,7 +26,7 @@ _TOKEN = re.compile(r"\[(\w+)\]|\(([\w\s]+)\)|(\w+)|(…|\.\.\.)|(\*)")
 
 
 class RuleError(ValueError):
-    """A rule that does not fit the operator it was written for; names the rule and the shapes."""
+    """A rule does not fit the shapes of its operator's operands and results; the message names the rule and the shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class OpRule:
     """A rule bound to one node: per operand and result, the factors of every dim.
 
     Attributes:
-        operands: per tensor operand, per dim, its factors (major first; empty where the dim has none).
-        results: the same per tensor result.
+        operands: per tensor operand, per dim, its factors (major first; empty if the dim has none).
+        results: the same, per tensor result.
         sizes: factor -> size.
         whole: factors that may not be sharded.
         inner: whole factors that a lowering can shard, with collectives inside the operator.
-        additive: operands that are added once (a bias): partial where a reduced factor is sharded.
-        linear: sets of operands; the operator is linear in each set, so it may take that set partial.
+        additive: operands that are added once (a bias): required as partial sums along axes that shard a reduced factor.
+        linear: sets of operands; the operator is linear in each set, so it may take its operands as partial sums.
     """
 
     operands: tuple[tuple[Dim, ...], ...]
@@ -53,7 +53,7 @@ class OpRule:
 
     @property
     def reduced(self) -> frozenset[str]:
-        """Factors that only operands have, and that no lowering takes care of: sharding one leaves partial sums."""
+        """Factors that only operands have, and that are not ``inner``: sharding one leaves partial sums."""
         kept = {f for dims in self.results for dim in dims for f in dim}
         return frozenset(f for f in self.sizes if f not in kept and f not in self.inner)
 
@@ -93,13 +93,13 @@ def instantiate(
     """Binds ``expression`` to the shapes of one node's tensor operands and results.
 
     Args:
-        expression: the rule, e.g. ``"… k, n k, n -> … n"``; operands that the node lacks may be left off at the end.
+        expression: the rule, e.g. ``"… k, n k, n -> … n"``; trailing operands that the node lacks are ignored.
         operands, results: shapes, in the order of the node's tensor arguments.
         inner, additive, linear: see ``OpRule``.
         sizes: sizes of factors inside compound dims that the shapes alone do not give.
 
     Raises:
-        RuleError: when the expression cannot describe these shapes.
+        RuleError: if the expression cannot describe these shapes.
     """
     left, _, right = expression.partition("->")
     known: dict[str, int] = dict(sizes or {})

@@ -1,6 +1,6 @@
 """Rules, FLOP and kernels of single operators: attention, convolutions, norms, losses.
 
-As in `passes.rules.shapes`, a rule takes a node and returns its ``OpRule``, or an expression of the notation, or ``None``.
+As in `passes.rules.shapes`, a builder takes a node and returns its ``OpRule``, an expression of the notation, or ``None``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 _SINGLE = 4  # bytes of a float32
 _PLACE = 8  # bytes of an index
-_LARGEST = 2  # torch's number of the mode of bags that takes the largest
+_LARGEST = 2  # embedding_bag's number of the mode "max"
 
 
 def product_flop(where: Product) -> Callable[[fx.Node], float]:
-    """2 · (elements of the result) · (length contracted)."""
+    """FLOP of a matrix product: 2 · (elements of the result) · (contracted length)."""
 
     def flop(node: fx.Node) -> float:
         weight = by.shape_of(by.operands_of(node)[where.weight])
@@ -60,26 +60,26 @@ def product_flop(where: Product) -> Callable[[fx.Node], float]:
 
 
 def convolution_flop(node: fx.Node, *, transposed: bool) -> float:
-    """Every weight element but the output dim's is one product for each element of the result, or of what it reads."""
+    """FLOP: 2 · (elements of the result or, if transposed, of the data) · (elements of the weight per index of dim 0)."""
     data, weight = map(by.shape_of, by.operands_of(node)[:2])
     return 2.0 * math.prod(data if transposed else by.shape_of(node)) * math.prod(weight[1:])
 
 
 def einsum_flop(node: fx.Node) -> float:
-    """2 · (the product of all sizes)."""
+    """FLOP of an einsum: 2 · (the product of all sizes)."""
     rule = by.einsum(node)
     return 2.0 * math.prod(rule.sizes.values()) if rule else 0.0
 
 
 def attention_flop(node: fx.Node) -> float:
-    """Of both products; half of it where scores are causal, as kernels skip the others."""
+    """FLOP of both products; half of it if scores are causal, as kernels skip the masked ones."""
     q, k, v = (by.shape_of(n) for n in by.operands_of(node)[:3])
     causal = bool(by.argument(node, 5, "is_causal", False))
     return (1.0 if causal else 2.0) * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def attention(node: fx.Node) -> OpRule:
-    """Keys and values are whole; heads that share them are groups ``g``."""
+    """Keys and values are sharded by batch and heads only; query heads that share a key head are a factor ``g``."""
     operands = by.operands_of(node)
     q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
     grouped = q[:-2] != k[:-2]
@@ -100,9 +100,9 @@ def attention(node: fx.Node) -> OpRule:
 
 
 def kept_by_attention(node: fx.Node) -> list[tuple[int, float]]:
-    """A logarithm for each row, and a mask of booleans as numbers; with dropout, all of torch's formula in float32.
+    """Saved: a logarithm per row, and a boolean mask converted to numbers; with dropout, torch's formula in float32.
 
-    Those are the scaled queries and keys, the values, and the weights before and after the dropout, with its mask.
+    Its tensors are the scaled queries and keys, the values, the weights before and after dropout, and the dropout's mask.
     """
     operands = by.operands_of(node)
     q, k = by.shape_of(operands[0]), by.shape_of(operands[1])
@@ -116,7 +116,7 @@ def kept_by_attention(node: fx.Node) -> list[tuple[int, float]]:
 
 
 def convolution(node: fx.Node, *, transposed: bool) -> OpRule:
-    """Channels come in groups, of which a weight has those that it reads or, transposed, those that it writes."""
+    """Channels are in groups ``g``; the weight's dim 0, output or, if transposed, input channels, has all groups."""
     groups = by.argument(node, 6, "groups", 1)
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     batch = "n " if len(operands[0]) == len(operands[1]) else ""
@@ -128,12 +128,12 @@ def convolution(node: fx.Node, *, transposed: bool) -> OpRule:
 
 
 def batch_norm(node: fx.Node) -> str:
-    """By the batch's own statistics; without running ones, there are no new ones."""
+    """Batch norm with the batch's statistics; it returns new running statistics only if it has running statistics."""
     return "[n] c *, c, c, c, c -> [n] c *" + ", c, c" * (len(by.results_of(node)) == 3)
 
 
 def layer_norm(node: fx.Node) -> OpRule:
-    """layer_norm, rms_norm: over the dims of a shape."""
+    """layer_norm, rms_norm: over the trailing dims of a given shape, which their lowerings can shard."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     names = [f"h{i}" for i in range(len(node.args[1]))]  # type: ignore[arg-type]
     dims = " ".join(f"[{n}]" for n in names)
@@ -142,7 +142,7 @@ def layer_norm(node: fx.Node) -> OpRule:
 
 
 def group_norm(node: fx.Node) -> OpRule:
-    """Channels are groups ``g`` of ``c``, which its lowering can shard."""
+    """Channels are groups ``g`` of ``c`` channels; the lowering can shard ``c``."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     groups: int = node.args[1]  # type: ignore[assignment]
     sizes = {f: n for f, n in {"g": groups, "c": operands[0][1] // groups}.items() if n > 1}
@@ -151,7 +151,7 @@ def group_norm(node: fx.Node) -> OpRule:
 
 
 def softmax(node: fx.Node) -> OpRule:
-    """softmax, log_softmax: over a dim, which their lowerings can shard."""
+    """softmax, log_softmax: their lowerings can shard the dim along which they run."""
     (shape,) = [by.shape_of(n) for n in by.operands_of(node)]
     where = by.argument(node, 1, "dim") % max(1, len(shape))
     names = [f"[v{i}]" if i == where else f"d{i}" for i in range(len(shape))]
@@ -160,7 +160,7 @@ def softmax(node: fx.Node) -> OpRule:
 
 
 def cross_entropy(node: fx.Node) -> OpRule | None:
-    """Without weights of classes, label smoothing and further dims, its lowering can shard the classes ``v``."""
+    """Without class weights, label smoothing and further dims, the lowering can shard the classes ``v``."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     logits, target = operands[:2]
     if len(logits) < 2 or len(target) != len(logits) - 1:
@@ -172,7 +172,7 @@ def cross_entropy(node: fx.Node) -> OpRule | None:
 
 
 def matmul(node: fx.Node) -> str:
-    """Of matrices in batches, or of vectors."""
+    """matmul: a product of matrices in batches, or of vectors."""
     data, weight = ("" if len(by.shape_of(n)) == 1 else name for n, name in zip(by.operands_of(node), "rc", strict=True))
     batch = "…" if data and weight or max(len(by.shape_of(n)) for n in by.operands_of(node)) > 2 else ""
     left = f"{batch} {data} k" if data else "k"
@@ -181,7 +181,7 @@ def matmul(node: fx.Node) -> str:
 
 
 def compared(node: fx.Node) -> OpRule | None:
-    """cosine_similarity, pairwise_distance: of vectors along a dim, the last if none is named."""
+    """cosine_similarity, pairwise_distance: the dim of the vectors is whole; it is the last if none is named."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     given, (result,) = by.named(node), [tuple(t.shape) for t in by.results_of(node)]
     shape = tuple(torch.broadcast_shapes(*operands))
@@ -199,7 +199,7 @@ def compared(node: fx.Node) -> OpRule | None:
 
 
 def addmm(node: fx.Node) -> str | None:
-    """Unless it scales what it adds."""
+    """addmm; no rule if ``alpha`` or ``beta`` is not 1."""
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     bias = by.shape_of(by.operands_of(node)[0])
@@ -207,18 +207,18 @@ def addmm(node: fx.Node) -> str | None:
 
 
 def embedding(node: fx.Node) -> str | None:
-    """No rule with ``scale_grad_by_freq``, which counts words of the whole batch."""
+    """embedding; no rule with ``scale_grad_by_freq``, which counts words of the whole batch."""
     return None if by.argument(node, 3, "scale_grad_by_freq", False) else "v h, … -> … h"
 
 
 def bags(node: fx.Node) -> str:
-    """Sums of embeddings, weighted or not, or their means, whose lowering can shard the vocabulary; or the largest ones."""
+    """Bags that are sums, weighted or not, or means, whose lowering can shard the vocabulary; or maxima, which cannot."""
     vocabulary = "[v]" if by.named(node)["mode"] == _LARGEST else "v"
     return f"{vocabulary} h, b [n], b [n] -> b h"
 
 
 def ragged_bags(node: fx.Node) -> OpRule:
-    """embedding_bag with bags of any size: the embedding's dim alone; other results say where each bag came from."""
+    """embedding_bag with bags of any size: only the embedding's dim can be sharded; results that locate bags are whole."""
     operands, results = by.shapes_of(node)
     h = operands[0][1]
     whole: Dim = ()
@@ -229,18 +229,18 @@ def ragged_bags(node: fx.Node) -> OpRule:
 
 
 def distances_flop(node: fx.Node) -> float:
-    """Of cdist: a difference, a power and a sum for each coordinate of each pair."""
+    """FLOP of cdist: a difference, a power and a sum for each coordinate of each pair."""
     return 3.0 * math.prod(by.shape_of(node)) * by.shape_of(by.operands_of(node)[0])[-1]
 
 
 def nll_loss(node: fx.Node) -> OpRule | None:
-    """As `cross_entropy`, with whole classes."""
+    """nll_loss: as `cross_entropy`, but classes are whole."""
     rule = cross_entropy(node)
     return None if rule is None else replace(rule, whole=rule.whole | rule.inner, inner=frozenset())
 
 
 def loss(node: fx.Node) -> OpRule | None:
-    """A loss of elements of two tensors of one shape, to which weights broadcast, reduced or not."""
+    """An element-wise loss of two tensors of one shape, reduced or not; weights broadcast to that shape."""
     operands = [by.shape_of(n) for n in by.operands_of(node)]
     shape = operands[0]
     if operands[1] != shape or torch.broadcast_shapes(*operands) != torch.Size(shape):
@@ -250,7 +250,7 @@ def loss(node: fx.Node) -> OpRule | None:
 
 
 def weight_norm(node: fx.Node) -> OpRule | None:
-    """_weight_norm: over all dims but one."""
+    """_weight_norm: norms over all dims but one, which can be sharded."""
     direction, length = (by.shape_of(n) for n in by.operands_of(node))
     where = by.named(node)["dim"]
     if len(length) != len(direction) or where == -1:
@@ -261,15 +261,15 @@ def weight_norm(node: fx.Node) -> OpRule | None:
 
 
 def kept_places(_: fx.Node) -> list[tuple[int, float]]:
-    """Where each element of the first result stood."""
+    """Saved: an index for each element of the first result, as ``Rule.besides``."""
     return [(-1, float(_PLACE))]
 
 
 def always(_: fx.Node) -> bool:
-    """For kernels that misread in every dtype."""
+    """``Rule.misreads`` of kernels that misread in every dtype."""
     return True
 
 
 def in_float64(node: fx.Node) -> bool:
-    """On CPU, oneDNN computes convolutions of other dtypes, and takes any format."""
+    """``Rule.misreads`` of convolutions: for other dtypes than float64, oneDNN computes them on CPU, in any format."""
     return by.results_of(node)[0].dtype == torch.float64

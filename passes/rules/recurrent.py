@@ -1,4 +1,4 @@
-"""Rules of recurrent networks and of their cells: each sequence of the batch is computed for itself, with whole weights."""
+"""Rules of recurrent networks and their cells: only the batch can be sharded; weights, steps and features are whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.torch_internals import schema
 
 __all__ = ["cell", "cell_flop", "kept_by_network", "network", "network_flop"]
 
-#: Tensors as large as the state that the backward pass keeps of a step, beside the state itself.
+#: The number of tensors of the state's size that are saved per step, besides the state itself.
 _GATES = {"lstm": 7, "gru": 5}
 
 
@@ -23,7 +23,7 @@ def _states(given: dict[str, Any]) -> list[fx.Node]:
 
 
 def network(node: fx.Node) -> OpRule:
-    """lstm, gru, rnn_tanh, rnn_relu: of dense batches; states have the layers first, and then the batch."""
+    """lstm, gru, rnn_tanh, rnn_relu on dense batches. Dim 0 of states are the layers, dim 1 is the batch."""
     given = named(node)
     return _of_batch(node, 0 if given["batch_first"] else 1, 1, len(_states(given)))
 
@@ -34,7 +34,7 @@ def cell(node: fx.Node) -> OpRule:
 
 
 def _of_batch(node: fx.Node, outer: int, inner: int, states: int) -> OpRule:
-    """The batch is dim ``outer`` of the input and, with steps, of the first result, and dim ``inner`` of states."""
+    """A rule in which the batch is dim ``outer`` of the input and of the first result, and dim ``inner`` of all states."""
     operands, results = shapes_of(node)
     batch = operands[0][outer]
 
@@ -48,19 +48,19 @@ def _of_batch(node: fx.Node, outer: int, inner: int, states: int) -> OpRule:
 
 
 def network_flop(node: fx.Node) -> float:
-    """Every element of every weight is one product for each step of each sequence."""
+    """FLOP: every element of every weight matrix is multiplied and added once per step of each sequence."""
     steps = math.prod(shape_of(operands_of(node)[0])[:2])
     return 2.0 * steps * sum(math.prod(shape_of(n)) for n in named(node)["params"] if len(shape_of(n)) == 2)
 
 
 def cell_flop(node: fx.Node) -> float:
-    """As `network_flop`, of one step."""
+    """FLOP of one step; see `network_flop`."""
     given = named(node)
     return 2.0 * shape_of(given["input"])[0] * sum(math.prod(shape_of(given[name])) for name in ("w_ih", "w_hh"))
 
 
 def kept_by_network(node: fx.Node) -> list[tuple[int, float]]:
-    """The gates of every step and layer."""
+    """The saved gates of every step and layer, as ``Rule.besides``."""
     name = schema(node.target).name.removeprefix("aten::")  # type: ignore[union-attr]
     gates, layers = _GATES.get(name.removesuffix("_cell"), 1), named(node).get("num_layers", 1)
     return [(-1, float(gates * layers * results_of(node)[0].element_size() if layers else 0))]

@@ -1,4 +1,4 @@
-"""What is known of one operator: its `Rule`."""
+"""The `Rule` of an operator: how it can be sharded, and the properties that costs and passes need."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Product", "Rule"]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Where a product of matrices has its operands among its arguments.
+    """The positions of the operands of a matrix product among its arguments.
 
     Attributes:
-        data, weight: positions of the two factors.
-        bias: position of what is added, or None.
+        data, weight: positions of the two operands that are multiplied.
+        bias: position of the operand that is added, or None.
         transposed: whether the weight is [n, k].
     """
 
@@ -32,37 +32,37 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One operator's rule and what prices and rewrites need to know about it. Whether it draws random numbers is a tag of
-    torch's own; see `passes.rules.table.draws`.
+    """The rule of an operator, and the properties that the cost model and the passes use. Whether it draws random numbers
+    is a tag of torch's own; see `passes.rules.table.draws`.
 
     Attributes:
-        form: an expression of the notation, or a builder that makes one (or an ``OpRule``) from a node.
-        kind: which of ``costmodel.KINDS`` its speed is.
+        form: an expression of the notation, or a function that makes one (or an ``OpRule``) from a node.
+        kind: which of ``costmodel.KINDS`` determines its speed.
         inner: whole factors that ``lower`` can shard.
         additive, linear: see ``OpRule``.
-        lower: builds the operator's sharded form when a factor in ``inner`` or a reduced factor is sharded.
-        shape: position of an argument that is the result's shape, to be made local.
-        divide: argument position -> factor whose shards divide it (``num_groups``, equal split sizes).
+        lower: emits the operator's sharded form if an inner, a reduced or a ``contiguous`` factor is sharded.
+        shape: position of an argument that is the result's shape, and is replaced by its local shape.
+        divide: argument position -> factor by whose number of shards it is divided (``num_groups``, equal split sizes).
         flop: FLOP of the whole forward operator.
-        backward: the work of the backward operator, in units of the forward one's.
-        product: its operands, where it multiplies matrices.
+        backward: the work of the backward operator, as a multiple of that of the forward operator.
+        product: the positions of its operands, if it is a matrix product.
         statistics: how many numbers per row a lowering reduces over the axes of its inner factors, forward and backward.
-        contiguous: factors whose lowering counts positions, so that a device must hold neighbouring ones.
-        saves: what the backward pass keeps: "operands"; "others", each operand for the others' gradients; "result"; "all"
-            of these; "copy", something as large as the first operand; "mask", a byte for each element of the result; "".
-        extra: how many tensors of the first operand's size a lowering over inner axes keeps, but one; None: no lowering is
-            over inner axes.
-        rereads: whether one of these is the operand itself, where the lowering computes in its dtype.
-        besides: what the backward pass keeps moreover: (operand, or -1 for the first result; bytes for each element).
-        hands_on: the gradients of its operands, where they have its result's shape, are its result's.
-        view: moves no data.
-        copies: whether it moves data nevertheless where strides leave it no other way.
-        detaches: gives its operand's values, and no gradient back.
-        channels_last: a memory format in which it reads its first operand fastest.
-        misreads: whether the node's kernel may take an operand, or its gradient, for one of another memory format where
-            dims of size 1 leave that open: it is then given those in one that is beyond doubt.
-        bounded: operand of indices -> the factor that they are indices into (a vocabulary), checked by the operator itself
-            unless that factor is sharded.
+        contiguous: factors whose lowering counts positions, so that each device must hold a contiguous range of them.
+        saves: the saved tensors: "operands"; "others" (each operand, if the gradients of others need it); "result"; "all"
+            (operands and results); "copy" (as large as the first operand); "mask" (a byte per element of the result); "".
+        extra: how many tensors of the first operand's size a lowering over inner axes saves, minus one; None: there is no
+            such lowering.
+        rereads: whether one of these is the operand itself, if the lowering computes in the operand's dtype.
+        besides: further saved tensors: (operand, or -1 for the first result; bytes per element of it).
+        hands_on: whether the gradient of an operand that has the shape of the result is the gradient of the result.
+        view: whether it is a view, which moves no data.
+        copies: whether it moves data nevertheless if the strides require it.
+        detaches: whether it returns its operand's values, and passes no gradient back.
+        channels_last: the memory format in which it reads its first operand fastest.
+        misreads: whether the node's kernel may mistake the memory format of an operand, or of a gradient, that dims of
+            size 1 make ambiguous: these are then converted to an unambiguous format.
+        bounded: position of an operand of indices -> the factor that they index (a vocabulary). The operator itself checks
+            them unless that factor is sharded.
     """
 
     form: str | Callable[[fx.Node], OpRule | str | None]

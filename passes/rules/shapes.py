@@ -1,7 +1,7 @@
 """Rules that follow from shapes and arguments: element-wise operators, reductions, concatenation.
 
-Each builder takes a node and returns its ``OpRule``, or ``None`` where it has nothing to offer (then the operator is
-replicated, and reported).
+Each builder takes a node and returns its ``OpRule``, or ``None`` if there is none (then the operator is replicated, and
+reported).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a node, in order, lists flattened."""
+    """The tensor arguments of a node, in order, with lists flattened."""
     found: list[fx.Node] = []
 
     def visit(arg: Any) -> None:
@@ -55,7 +55,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def results_of(node: fx.Node) -> list[Tensor]:
-    """The (fake) tensors that a node returns."""
+    """The fake tensors that a node returns, without other results."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return [value]
@@ -63,7 +63,7 @@ def results_of(node: fx.Node) -> list[Tensor]:
 
 
 def shape_of(node: fx.Node) -> Shape:
-    """The whole shape of a node's one result."""
+    """The whole shape of the result of a node that has only one."""
     return tuple(node.meta["val"].shape)
 
 
@@ -78,7 +78,7 @@ def named(node: fx.Node) -> dict[str, Any]:
 
 
 def named_dims(node: fx.Node, name: str, rank: int) -> set[int]:
-    """The dims of a tensor of this rank that an argument names, all if it names none."""
+    """The dims that an argument names, for a tensor of this rank; all dims if it names none."""
     where = named(node).get(name)
     chosen = range(rank) if where is None or where == [] else [where] if isinstance(where, int) else where
     return {d % rank for d in chosen} if rank else set()
@@ -90,7 +90,7 @@ def shapes_of(node: fx.Node) -> tuple[list[Shape], list[Shape]]:
 
 
 def op_rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]], sizes: dict, **options: Any) -> OpRule:
-    """A rule of the factors that the dims of its tensors have."""
+    """A rule from the factors of its tensors' dims, per operand and per result; ``sizes`` may have further factors."""
     used = {f for tensor in (*operands, *results) for dim in tensor for f in dim}
     linear = options.pop("linear", ())
     return OpRule(
@@ -103,7 +103,7 @@ def op_rule(operands: Sequence[Sequence[Dim]], results: Sequence[Sequence[Dim]],
 
 
 def dims_of(shape: Shape) -> tuple[list[Dim], dict[str, int]]:
-    """One factor per dim."""
+    """One factor for each dim of size greater than 1: the dims, and the sizes of the factors."""
     return [(f"d{i}",) if n > 1 else () for i, n in enumerate(shape)], {f"d{i}": n for i, n in enumerate(shape) if n > 1}
 
 
@@ -121,8 +121,8 @@ def elementwise(*linear: Sequence[int]) -> Any:
 
 
 def scaled(node: fx.Node) -> OpRule | None:
-    """mul, div: linear in the one tensor that a number other than 0 scales. Products of two tensors take whole operands:
-    passing a partial sum through them saves no communication, and every such choice costs planning time."""
+    """mul, div: linear in the tensor if there is only one, scaled by a number other than 0. Products of two tensors require
+    whole operands: passing a partial sum through them saves no communication, and each such choice costs planning time."""
     operands, results = shapes_of(node)
     scales = len(operands) == 1 and node.args[0] in operands_of(node) and node.args[1] != 0
     return pointwise(operands, results[0], [(0,)] if scales else ())
@@ -137,12 +137,12 @@ def broadcast(node: fx.Node) -> OpRule | None:
 def along(name: str = "dim", *, linear: Sequence[int] = ()) -> Any:
     """A builder for operators that work along some dims and leave all others independent (cumsum, sort, scatter).
 
-    Without dims, or with an empty list of them, it is all. Other tensors of the first operand's rank go along where they
-    have its sizes; those of another rank are whole.
+    If the argument is missing or an empty list, the operator works along all dims. Other tensors of the first operand's
+    rank are sharded with it in dims of equal size; those of another rank are whole.
 
     Args:
-        name: of the argument that names the dims.
-        linear: operands that it is linear in, together.
+        name: the name of the argument that names the dims.
+        linear: the set of operands in which the operator is linear.
     """
 
     def build(node: fx.Node) -> OpRule | None:
@@ -161,7 +161,7 @@ def along(name: str = "dim", *, linear: Sequence[int] = ()) -> Any:
 
 
 def cat(node: fx.Node) -> OpRule | None:
-    """cat: along the joined dim everything is whole; linear in all operands together."""
+    """cat: the concatenated dim is whole; linear in all operands together."""
     operands, (result,) = shapes_of(node)
     where = argument(node, 1, "dim", 0) % len(result)
     if any(len(s) != len(result) for s in operands):
@@ -172,7 +172,7 @@ def cat(node: fx.Node) -> OpRule | None:
 
 
 def stack(node: fx.Node) -> OpRule:
-    """stack: a new whole dim."""
+    """stack: the new dim is whole; linear in all operands together."""
     operands, (result,) = shapes_of(node)
     where = argument(node, 1, "dim", 0) % len(result)
     dims, sizes = dims_of(operands[0])
@@ -181,9 +181,9 @@ def stack(node: fx.Node) -> OpRule:
 
 
 def reduction(*, linear: bool) -> Any:
-    """A builder for reductions: the reduced dims are reduced factors if the reduction is a sum, else whole.
+    """A builder for reductions: the reduced dims are reduced factors if the reduction is linear (a sum), else whole.
 
-    One of all dims that is no sum has nothing to offer.
+    A reduction over all dims that is not linear has no rule.
     """
 
     def build(node: fx.Node) -> OpRule | None:

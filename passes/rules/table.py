@@ -1,7 +1,7 @@
 """The rule table: one line per operator.
 
-``RULES`` maps an operator's name (``str(node.target)``, of ATen or of autotp's own library) to its ``Rule``.
-An operator that is not here is replicated, and reported.
+``RULES`` maps an operator's name (``str(node.target)``, of ATen or of autotp's own library) to its ``Rule``. An operator
+that is not in it is replicated, and reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def kind_of(node: fx.Node) -> str:
-    """Which of ``costmodel.KINDS`` an operator is, of a captured graph or a traced one."""
+    """The one of ``costmodel.KINDS`` to which an operator of a captured or traced graph belongs."""
     name = name_of(node)
     rule = RULES.get(name)
     return rule.kind if rule is not None else KERNELS.get(name, "pointwise")
@@ -72,14 +72,14 @@ def draws(node: fx.Node) -> bool:
     given = arguments_of(node, node.args, node.kwargs)
     if not given.get("train", given.get("training", True)):
         return False
-    # Attention and recurrent networks are tagged so for a dropout that most have not.
+    # Attention and recurrent networks have this tag because of a dropout that most calls do not use.
     return bool(given.get("dropout_p", given.get("dropout", True)))
 
 
 def kept_besides(node: fx.Node) -> float:
-    """Bytes that a lowering over inner axes keeps for the backward pass, per byte of the first operand.
+    """Bytes that a lowering over inner axes saves beyond the first operand, per byte of the first operand.
 
-    What it keeps is in the dtype that it computes in, float32 for halves; so is the operand itself.
+    The saved tensors, including the operand itself, have the dtype of the computation: float32 for half precision.
     """
     rule = rule_of(node)
     if rule is None or rule.extra is None:
@@ -89,9 +89,9 @@ def kept_besides(node: fx.Node) -> float:
 
 
 def bind(node: fx.Node) -> OpRule | None:
-    """The node's rule with its shapes; ``None`` if the operator has no rule or the rule has nothing to offer.
+    """Binds a node's rule to its shapes; ``None`` if the operator has no rule, or the rule does not apply to the node.
 
-    A rule that does not fit the shapes offers nothing: the operator is replicated, and ``autotp.passes`` logs it.
+    If the rule does not fit the shapes, the operator is replicated, and the logger ``autotp.passes`` warns.
     """
     rule = rule_of(node)
     if rule is None:
@@ -104,7 +104,7 @@ def bind(node: fx.Node) -> OpRule | None:
     if bound is None or not bound.linear:
         return bound
     numbers = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (float, complex))]
-    # By a number that is not finite, terms of a sum may become infinite, of either sign.
+    # Scaled by a number that is not finite, partial sums may become infinite, with different signs.
     return bound if all(map(cmath.isfinite, numbers)) else replace(bound, linear=())
 
 
@@ -317,7 +317,7 @@ RULES: Mapping[str, Rule] = {
     "aten.alpha_dropout.default": Rule(by.elementwise()),
     "aten.feature_dropout.default": Rule("n c * -> n c *"),
     "aten.feature_alpha_dropout.default": Rule("n c * -> n c *"),
-    # made anew from shapes alone
+    # created from shapes alone
     "aten.new_ones.default": Rule("_ -> _", saves=""),
     "aten.new_zeros.default": Rule("_ -> _", saves=""),
     "aten.new_full.default": Rule("_ -> _", saves=""),

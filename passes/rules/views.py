@@ -31,12 +31,12 @@ def _chain(boundaries: Sequence[int]) -> bool:
 
 
 def reshape(node: fx.Node) -> OpRule | None:
-    """Dims that are merged or split, as products of common factors; groups that share no factors stay whole."""
+    """reshape: dims that are merged or split become products of common factors; without common factors, they are whole."""
     (source,), (target,) = shapes_of(node)
     operand: list[Dim] = [() for _ in source]
     result: list[Dim] = [() for _ in target]
     sizes: dict[str, int] = {}
-    if 0 in source:  # of nothing, any shape with a 0 can be made
+    if 0 in source:  # an empty tensor can have any shape with a 0
         return op_rule([operand], [result], sizes, linear=[(0,)])
     i = j = 0
     while i < len(source) and j < len(target):
@@ -106,7 +106,7 @@ def unsqueeze(node: fx.Node) -> OpRule:
 
 
 def squeeze(node: fx.Node) -> OpRule:
-    """squeeze in all its forms. A named dim that is larger than 1 stays, and stays whole: its part might be 1."""
+    """squeeze in all its forms. A named dim of size greater than 1 remains, and is whole: its local size might be 1."""
     shape = shape_of(operands_of(node)[0])
     dims, sizes = dims_of(shape)
     where = argument(node, 1, "dim")
@@ -136,7 +136,7 @@ def select(node: fx.Node) -> OpRule:
 
 
 def split(node: fx.Node) -> OpRule:
-    """split_with_sizes: equal parts make the dim a product ``(parts rest)`` of which ``rest`` can be sharded."""
+    """split_with_sizes: if parts are equal, the dim is a product ``(parts rest)``, of which ``rest`` can be sharded."""
     shape = shape_of(operands_of(node)[0])
     parts = argument(node, 1, "split_sizes")
     where = argument(node, 2, "dim", 0) % len(shape)
@@ -153,7 +153,7 @@ def split(node: fx.Node) -> OpRule:
 
 
 def glu(node: fx.Node) -> OpRule:
-    """glu: of the dim, a product ``(parts rest)`` as that of a split, ``rest`` can be sharded."""
+    """glu: its dim is a product ``(parts rest)``, as in `split`, of which ``rest`` can be sharded."""
     shape = shape_of(operands_of(node)[0])
     where = named(node)["dim"] % len(shape)
     dims, sizes = dims_of(shape)
@@ -165,7 +165,7 @@ def glu(node: fx.Node) -> OpRule:
 
 
 def pixel_shuffle(node: fx.Node) -> OpRule:
-    """pixel_shuffle, pixel_unshuffle: channels are in groups, one for each channel of the larger image."""
+    """pixel_shuffle, pixel_unshuffle: channels are ``(c r)``, with ``c`` the channels of the larger image, ``r`` whole."""
     (source,), (target,) = shapes_of(node)
     dims, sizes = dims_of(source)
     groups = min(source[-3], target[-3])
@@ -179,7 +179,7 @@ def pixel_shuffle(node: fx.Node) -> OpRule:
 
 
 def unfold(node: fx.Node) -> OpRule:
-    """unfold: along its dim, whole; the windows are a new dim."""
+    """unfold: its dim is whole, and so is the new dim within windows."""
     shape = shape_of(operands_of(node)[0])
     dims, sizes = dims_of(shape)
     if shape:

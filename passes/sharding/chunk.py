@@ -1,8 +1,9 @@
-"""Chunking: which operators a virtual mesh axis cuts, and for which of their factors.
+"""Chunking: chooses the operators that a virtual mesh axis cuts into chunks, and the factors along which it cuts them.
 
-There are two ways, which may be combined as two virtual axes. *The batch*: every operator that can works on a part of the
-batch at a time (Tensor3D's overdecomposition); chunks flow from the inputs on, and where an operator cannot follow, they
-are joined. *Operators*: the rows of single matrix products whose operands, results or gradients communicate (ATP's chunks).
+There are two kinds of chunks, which can be combined as two virtual axes. *Batch*: every operator that can be cut works on a
+part of the batch at a time (Tensor3D's overdecomposition); chunks pass from the inputs from operator to operator, and are
+joined where an operator cannot be cut. *Rows*: cuts the rows of single matrix products whose operands, results or gradients
+communicate (ATP's chunks).
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["CHUNKS", "Chunked", "in_chunks"]
 
-#: What may be cut into chunks, in the order of their virtual axes.
+#: The kinds of chunks, in the order of their virtual axes.
 CHUNKS = ("batch", "rows")
 
-#: Operator name -> the factor that a virtual axis cuts, or partial sums passed through, or None.
+#: Operator name -> the factor that a virtual axis cuts, a linear pseudo-factor (partial sums are passed through), or None.
 _Cuts = Mapping[str, str | None]
 _Options = Mapping[fx.Node, Sequence[Strategy]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
-    """A sharding by which devices do their work in chunks.
+    """A sharding with which devices work in chunks.
 
     Attributes:
-        sharding: with a virtual axis behind the mesh for each of ``counts``.
-        counts: kind of chunks -> how many, of those kinds that cut something.
+        sharding: the sharding, with a virtual axis after the mesh axes for each of ``counts``.
+        counts: kind of chunks -> number of chunks, for the kinds that cut an operator.
         cut: kind of chunks -> names of the operators that it cuts.
-        whole: name of an operator that works on what comes in chunks, or could -> why it is not cut.
+        whole: name of an operator that is not cut although it reads chunks, or was to be cut -> the reason.
     """
 
     sharding: Sharding
@@ -57,15 +58,15 @@ def in_chunks(
     chunks: Mapping[str, int],
     stands: Mapping[fx.Node, fx.Node] | None = None,
 ) -> Chunked:
-    """A sharding with virtual axes, in so many chunks as are asked for.
+    """Extends a sharding by virtual axes for the given numbers of chunks.
 
     Args:
         graph: a captured graph.
         operators: its analysis.
-        sharding: for the mesh, without virtual axes.
-        inputs: placeholders that are the user's inputs.
-        chunks: kind of `CHUNKS` -> how many.
-        stands: operator -> an identical one, with the same strategy; those not in it stand for themselves.
+        sharding: the sharding for the mesh, without virtual axes.
+        inputs: names of the placeholders that are the user's inputs.
+        chunks: kind of `CHUNKS` -> number of chunks.
+        stands: operator -> an identical one, with the same strategy; operators that are not in it stand for themselves.
     """
     made = sharding
     counts: dict[str, int] = {}
@@ -78,7 +79,7 @@ def in_chunks(
         talking = _communicating(operators, sharding) if kind == "rows" else []
         if kind == "rows" and not talking:
             continue
-        # In chunks, operators that were identical may not be.
+        # Once cut by one kind of chunks, operators that were identical may no longer be.
         options = _options(operators, made, count, {} if counts else stands or {})
         if kind == "batch":
             cuts = _by_batch(graph, operators, options, inputs, count)
@@ -96,7 +97,7 @@ def in_chunks(
 
 
 def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cuts: _Cuts) -> list[fx.Node]:
-    """The operators that are whole and read what is cut, or the batch itself."""
+    """The operators that are not cut although they read chunks or the batch itself, and have a batch factor or no rule."""
 
     def cut(operand: fx.Node) -> bool:
         source = value_of(operand)[0]
@@ -111,7 +112,7 @@ def _reading(operators: Mapping[fx.Node, Operator], inputs: Collection[str], cut
 
 
 def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
-    """Why an operator is whole, which has these options."""
+    """The reason why an operator with these options is not cut."""
     if operator.rule is None:
         return "it has no rule"
     batch = {factor.name for factor in operator.factors.values() if factor.role == "batch"}
@@ -125,7 +126,7 @@ def _why(operator: Operator, options: Sequence[Strategy], kind: str) -> str:
 def _options(
     operators: Mapping[fx.Node, Operator], sharding: Sharding, chunks: int, stands: Mapping[fx.Node, fx.Node]
 ) -> _Options:
-    """The strategies that extend operators' own by a virtual axis; those of identical operators are found once."""
+    """Per operator, the strategies that extend its own by a virtual axis; for identical operators, they are found once."""
     found: dict[fx.Node, list[Strategy]] = {}
     for node in operators:
         stand = stands.get(node, node)
@@ -138,9 +139,9 @@ def _options(
 def _by_batch(
     graph: fx.Graph, operators: Mapping[fx.Node, Operator], options: _Options, inputs: Collection[str], chunks: int
 ) -> _Cuts:
-    """What a virtual axis cuts, operator by operator, for the batch to be worked on in so many parts."""
+    """The factor of each operator that a virtual axis cuts if the batch is processed in ``chunks`` chunks."""
     whole: Placement = Replicate()
-    have: dict[object, Placement | None] = {}  # None: whole or cut, as one likes
+    have: dict[object, Placement | None] = {}  # None: can be whole or cut
     for node in graph.nodes:
         if node.op == "placeholder":
             value = node.meta.get("val")
@@ -161,7 +162,7 @@ def _by_batch(
 
 
 def _cost(node: fx.Node, strategy: Strategy, have: Mapping[object, Placement | None]) -> float:
-    """Bytes that are joined or cut anew, and sums that are made of parts."""
+    """Cost of a strategy: the bytes of operands that are joined or cut again, and half of those of partial sums."""
     cost = 0.0
     for operand, want in zip(operands_of(node), strategy.wants, strict=True):
         value: Tensor = operand.meta["val"]
@@ -193,7 +194,7 @@ def _extending(operator: Operator, sharding: Sharding, chunks: int) -> list[Stra
 
 
 def _even(node: fx.Node, strategy: Strategy, mesh: tuple[int, ...]) -> bool:
-    """Whether all dims that the virtual axis, the last, cuts are split evenly."""
+    """Whether all dims that the last axis, the virtual one, cuts are split evenly."""
     axis = len(mesh) - 1
     tensors = [(n.meta["val"], want.layout) for n, want in zip(operands_of(node), strategy.wants, strict=True)]
     tensors += zip(results_of(node), strategy.results, strict=True)
@@ -221,13 +222,13 @@ def _communicating(operators: Mapping[fx.Node, Operator], sharding: Sharding) ->
 
 
 def _rows(operator: Operator, options: Sequence[Strategy]) -> str | None:
-    """What a virtual axis cuts when a product's rows come in parts."""
+    """The factor of a product's rows that a virtual axis can cut, by its strategies; None if there is none."""
     rows = {factor.name for factor in operator.factors.values() if factor.kind == "m"}
     return next((s.assignment[-1] for s in options if s.assignment[-1] in rows), None)
 
 
 def _extended(options: _Options, sharding: Sharding, cuts: _Cuts, chunks: int) -> Sharding:
-    """A sharding with a virtual axis behind its mesh, along which everything rests whole."""
+    """The sharding with another virtual axis, along which all placeholders are whole."""
     chosen = {node.name: next(s for s in each if s.assignment[-1] == cuts[node.name]) for node, each in options.items()}
     resting = {name: (*layout, Replicate()) for name, layout in sharding.resting.items()}
     return replace(sharding, mesh=(*sharding.mesh, chunks), strategies=chosen, resting=resting)

@@ -1,11 +1,11 @@
-"""Gradients that are not reduced yet: the programs of the inner steps of an accumulated one.
+"""Defers the reduction of gradients in a step that accumulates them over several micro-batches.
 
-A value that depends on parameters alone is the same in every micro-batch. So its gradients may be added up over all
-micro-batches where they arrive, and go the rest of their way once. `defer` cuts a sharded graph at every parameter, and
-behind every reshard of such a value whose mirror communicates but does not cast: there a gradient is still the local sum of
-what one device's readers gave, partial along the axes that would be reduced. In the graph of the inner steps the gradient
-ends at the cut, in a placeholder of its own, where autograd adds up what arrives. Another graph is what lies between the
-parameters and the cuts; its backward pass reduces the sums.
+A value that depends on parameters alone is the same in every micro-batch. So its gradients can be summed locally over all
+micro-batches, and be reduced once. `defer` cuts a sharded graph at every parameter, and after every reshard of such a value
+whose mirror communicates but does not cast: there, a gradient is still the sum of the contributions of one device's
+consumers, partial along the axes over which it will be reduced. In the graph of the inner steps, the gradient ends at the
+cut, in a placeholder in which autograd accumulates it. Another graph has the nodes between the parameters and the cuts; its
+backward pass reduces the sums.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Cut", "Deferred", "defer"]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a gradient waits.
+    """A place in the graph at which gradients are accumulated before they are reduced.
 
     Attributes:
-        name: of the placeholder that stands for the value at the cut, and takes its gradient.
-        value: the whole value, fake.
-        layout: of the value; None: it is a parameter as it rests.
-        parameters: names of the parameters that it depends on.
+        name: the name of the placeholder that stands for the value at the cut, and receives its gradient.
+        value: the fake tensor of the whole value.
+        layout: the layout of the value; None for a parameter in its layout at rest.
+        parameters: names of the parameters that the value depends on.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """The graphs of an accumulated step.
+    """The graphs of a step with gradient accumulation.
 
     Attributes:
-        inner: the sharded graph, whose gradients end at the cuts: a placeholder for each comes after the others, of the
-            value's local shape, whose numbers nobody reads.
-        last: the sharded graph, which returns the values at the cuts behind its outputs: what waits there is a gradient of
-            these, and is reduced with the gradients of the last step.
-        mirrors: parameters, then the same placeholders -> the values at the cuts, whose gradients go on to parameters. The
-            numbers of these values mean nothing.
-        cuts: in the graph's order.
+        inner: the sharded graph, with gradients that end at the cuts. After its other placeholders, it has one for each
+            cut, of the value's local shape, whose elements are never read.
+        last: the sharded graph, which also returns the values at the cuts, after its outputs. The accumulated gradients are
+            passed as gradients of these values, and are reduced together with the gradients of the last micro-batch.
+        mirrors: parameters, then the same placeholders -> the values at the cuts; its backward pass takes their gradients
+            to the parameters. The elements of these values are meaningless.
+        cuts: the cuts, in the graph's order.
     """
 
     inner: fx.GraphModule
@@ -62,7 +62,7 @@ class Deferred:
 
 
 def defer(sharded: fx.GraphModule, parameters: Collection[str]) -> Deferred:
-    """Cuts a sharded graph.
+    """Cuts a sharded graph where gradients can be accumulated before they are reduced.
 
     Args:
         sharded: see ``passes.sharding.shard.shard``; it may be unrolled and panelled.
@@ -79,7 +79,7 @@ def defer(sharded: fx.GraphModule, parameters: Collection[str]) -> Deferred:
 
 
 def _fixed(graph: fx.Graph, parameters: Collection[str]) -> dict[fx.Node, tuple[str, ...]]:
-    """The values that depend on parameters and nothing else, with the names of these parameters."""
+    """The values that depend on parameters alone, with the names of these parameters."""
     found: dict[fx.Node, tuple[str, ...]] = {}
     worlds: set[fx.Node] = set()
     for node in graph.nodes:
@@ -94,12 +94,12 @@ def _fixed(graph: fx.Graph, parameters: Collection[str]) -> dict[fx.Node, tuple[
 
 
 def _ends(node: fx.Node) -> bool:
-    """Whether gradients of a value that depends on parameters alone wait here."""
+    """Whether there is a cut at a node whose value depends on parameters alone."""
     return differentiable(node.meta.get("val")) and (node.op == "placeholder" or _reduces(node))
 
 
 def _reduces(node: fx.Node) -> bool:
-    """Whether a node is a reshard whose gradient is reduced, in its own dtype: a sum in another waits as it rests."""
+    """Whether a node is a reshard that reduces its gradient without a cast; if it casts, the gradient waits at rest."""
     if node.target not in (ops.reshard, ops.gather) or len(node.args) > 4:
         return False
     return any(Step(*s).kind in COMMUNICATING for s in node.args[3])  # type: ignore[misc, union-attr]
@@ -120,7 +120,7 @@ def _inner(source: fx.Graph, cuts: Mapping[fx.Node, Cut]) -> fx.Graph:
             graph.output(fx.node.map_arg(node.args[0], lambda n: values[n])).meta = dict(node.meta)
             continue
         if node not in plain:
-            # A reshard whose gradient ends behind it hands none on.
+            # The gradient of a reshard with a cut ends after it: its operands get none, and it reads them uncut.
             plain[node] = graph.node_copy(node, (plain if node in cuts else values).__getitem__)
         values[node] = plain[node]
         if node in cuts:
@@ -146,7 +146,7 @@ def _mirrors(source: fx.Graph, fixed: Collection[fx.Node], cuts: Mapping[fx.Node
     for node in source.nodes:
         if node not in wanted or node in values:
             continue
-        # What a reshard brings is not needed, but by others before a cut: only the gradient's way.
+        # Only the backward steps of a reshard are needed, unless other nodes before a cut read its result.
         read = any(user in fixed and user in wanted for user in node.users)
         if node in cuts and not read:
             world, value, _, backward = node.args

@@ -1,4 +1,4 @@
-"""How the sharding pass writes nodes into its graph."""
+"""Emits the nodes of a sharded graph."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Emitter", "pack"]
 
 
 class Emitter:
-    """A sharded graph in the making.
+    """A sharded graph under construction.
 
     Attributes:
-        graph: it.
-        world: its node with the world, which stands behind the placeholders.
-        wide: a captured tensor -> its partial sums, before they are rounded to a half.
+        graph: the graph.
+        world: its node with the world, which comes after the placeholders.
+        wide: a captured tensor -> the node with its partial sums before they are rounded to half precision.
     """
 
     world: fx.Node
@@ -32,11 +32,11 @@ class Emitter:
         self._draws: list[Draw | None] = []
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that calls a function."""
+        """Emits a node that calls a function."""
         return self.graph.call_function(target, args, kwargs)
 
     def random(self, node: fx.Node, strategy: Strategy, mesh: tuple[int, ...], args: Any, kwargs: Any) -> fx.Node:
-        """A node that draws random numbers as a captured operator does, the same on devices that have the same part."""
+        """Emits a random operator for a captured one; devices that have the same part draw the same numbers."""
         if self._seed is None:
             self._seed = self.call(ops.next_seed, self.world)
         self._draws.append(drawn(node, strategy.results[0], mesh))
@@ -45,10 +45,10 @@ class Emitter:
         return self.call(ops.seeded, self.world, self._seed, salt, axes, node.target, *args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """A node to compute with."""
+        """A proxy of a node; computing with it emits nodes."""
         return fx.Proxy(node, self._tracer)
 
 
 def pack(*values: Any) -> tuple:
-    """The results of an operator that was written as several nodes."""
+    """A tuple of the results of an operator that was emitted as several nodes."""
     return values

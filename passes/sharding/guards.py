@@ -1,7 +1,7 @@
-"""Guards around operators that would otherwise be wrong silently: checks of indices, and clear memory formats.
+"""Guards around operators that would otherwise be wrong silently: checks of indices, and unambiguous memory formats.
 
-A device that holds a part of a vocabulary looks up only its own indices, so every device would skip an index that is out of
-range. Some kernels mistake the memory format of a tensor; see `passes.layouts.layout.in_one_format`.
+A device that holds a shard of a vocabulary looks up only the indices in its shard, so all devices would skip an index that
+is out of range. Some kernels mistake the memory format of a tensor; see `passes.layouts.layout.in_one_format`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Bound", "bounds", "cleared", "in_one_format", "relies_on_copies", "w
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """An operator that looks indices up in a factor that no device has whole; its size, and an index that it ignores."""
+    """An operator that looks up indices in a sharded factor; the factor's size, and the index that it ignores, if any."""
 
     reader: fx.Node
     size: int
@@ -38,7 +38,7 @@ class Bound:
 
 
 def bounds(operators: Mapping[fx.Node, Operator], strategies: Mapping[str, Strategy]) -> Mapping[Value, Sequence[Bound]]:
-    """Indices -> what bounds them."""
+    """Tensor of indices -> the operators that look them up in a sharded factor."""
     found: dict[Value, list[Bound]] = defaultdict(list)
     for node, one in operators.items():
         rule = rule_of(node)
@@ -52,16 +52,16 @@ def bounds(operators: Mapping[fx.Node, Operator], strategies: Mapping[str, Strat
 
 
 def within(emitter: Emitter, node: fx.Node, indices: fx.Node, limits: Sequence[Bound], sharded: tuple[int, ...]) -> fx.Node:
-    """A check behind a node that produces indices, for all that look them up.
+    """Emits a check of the indices that a node produces, for all operators that look them up; returns the checked indices.
 
-    Those of a batch that every device is given are whole there, so that all come to the same end without a word.
+    The indices of a batch that every device is given are whole, so all devices reach the same result without communication.
 
     Args:
-        emitter: of the sharded graph.
+        emitter: emits the nodes of the sharded graph.
         node: the captured node.
-        indices: the node that has its part.
-        limits: what bounds them.
-        sharded: the axes that shard them.
+        indices: the node with its local part.
+        limits: the bounds of the indices.
+        sharded: the axes that shard the indices.
     """
     outside = emitter.call(_outside, indices, [(limit.size, limit.ignored) for limit in limits])
     if sharded:
@@ -74,7 +74,7 @@ def within(emitter: Emitter, node: fx.Node, indices: fx.Node, limits: Sequence[B
 
 
 def _outside(ids: torch.Tensor, limits: list[tuple[int, int | None]]) -> torch.Tensor:
-    """1 if, for some limit and what it ignores, some of ``ids`` are neither below the limit nor ignored; else 0."""
+    """1 if, for some limit (size, ignored index), some of ``ids`` are neither in [0, size) nor ignored; else 0."""
     found = ids.new_zeros(ids.shape, dtype=torch.bool)
     for size, ignored in limits:
         outside = (ids < 0) | (ids >= size)
@@ -88,19 +88,19 @@ def _clear(emitter: Emitter, argument: Any, value: Any) -> Any:
 
 
 def relies_on_copies(node: fx.Node) -> bool:
-    """Whether a kernel may rely on a copy that the capture has left out, as it may without a rule; not one of strides."""
+    """Whether a kernel may rely on a copy that capture has removed: any without a rule may, except ``as_strided``."""
     target = node.target
     return isinstance(target, OpOverload) and rule_of(node) is None and not str(target).startswith("aten.as_strided")
 
 
 def cleared(emitter: Emitter, node: fx.Node, args: Sequence[Any]) -> list[Any]:
-    """Operands that a kernel cannot misread."""
+    """The arguments, with all tensors among them in an unambiguous memory format, which a kernel cannot misread."""
     values = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in node.args)
     return [_clear(emitter, new, value) for new, value in zip(args, values)]  # noqa: B905
 
 
 def in_one_format(emitter: Emitter, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
-    """An operator between operands, and a gradient of its first result, that its kernel cannot misread."""
+    """Emits an operator whose operands, and the gradient of its first result, are in an unambiguous memory format."""
     result, value = emitter.call(node.target, *cleared(emitter, node, args), **kwargs), node.meta["val"]
     result.meta = {"val": value}
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The panelling pass: gather-then-multiply becomes a loop of panels (see ``passes.sharding.panel_loop``).
+"""The panelling pass: turns gather-then-multiply into a loop of panels (see ``passes.sharding.panel_loop``).
 
-``loops`` finds, from layouts alone, which products can be panelled and how; the planner prices them and chooses how many
-panels each has. ``panel`` rewrites a sharded graph accordingly. Products that share one gathered operand form one loop, so
-that the operand is still gathered once.
+``loops`` finds, from layouts alone, which products can be panelled and how; the planner prices them and chooses the number
+of panels of each. ``panel`` rewrites a sharded graph accordingly. Products that share one gathered operand form one loop,
+so that the operand is still gathered only once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Loop:
 
     Attributes:
         members: the products in the loop, which share their data operand.
-        factor: what it runs over: "k", or a dim of the results ("0", "-1").
-        operands: of the data operand and of each member's weight.
-        absorbed: per operand, whether the loop gathers it; else it comes as the product wants it.
-        cuts: blocks of the loop's dim, of which each gives a part to every panel.
-        most: the greatest number of panels; those that divide it are possible.
-        values: of each operand: whole shape, dtypes, the layout it rests in and what the product wants.
+        factor: the factor of the loop: "k", or a dim of the results ("0", "-1").
+        operands: how the loop gets the data operand, then each member's weight.
+        absorbed: per operand, whether the loop gathers it; otherwise, it is given in the layout that the product wants.
+        cuts: the number of blocks of the loop's dim; each gives an equal part to every panel.
+        most: the greatest number of panels; its divisors are possible.
+        values: per operand: whole shape, dtypes, the layout that it has, and what the product wants.
     """
 
     members: tuple[fx.Node, ...]
@@ -80,7 +80,7 @@ class _Side:
         return bool(self.forward) and all(s.kind == "all_gather" for s in self.forward)
 
     def operand(self, dim: int, absorbed: bool, cuts: int, mesh: tuple[int, ...]) -> Operand | None:
-        """How the loop over ``dim`` (-1: the operand lacks it) gets this operand; None where it cannot."""
+        """How the loop over ``dim`` (-1: the operand lacks it) gets this operand; None if it cannot."""
         if not absorbed:
             return Operand(dim, cuts)
         here = [s for s in self.forward if s.dim == dim]
@@ -101,7 +101,7 @@ class _Side:
 
 
 def _contiguous(gathers: Sequence[Step], mesh: tuple[int, ...]) -> bool:
-    """Whether they join parts that are in one piece: the only blocks are what the ones before have joined."""
+    """Whether gathers join contiguous parts: their only blocks are those that the preceding gathers have joined."""
     joined = [math.prod(mesh[s.axes[0]] for s in gathers[:i]) for i in range(len(gathers))]
     return all(s.blocks in (1, ways) for s, ways in zip(gathers, joined, strict=True))
 
@@ -112,12 +112,12 @@ def loops(
     resting: Mapping[str, Layout],
     mesh: tuple[int, ...],
 ) -> list[Loop]:
-    """The loops that could be, in the graph's order; each with the factor that leaves least gathered.
+    """The possible loops, in the graph's order; each over the factor along which the most bytes are gathered by panels.
 
     Args:
         operators: the analysis of a captured graph.
         strategies: operator name -> strategy.
-        resting: placeholder name -> layout (whole if absent).
+        resting: placeholder name -> layout at rest (whole if absent).
         mesh: sizes of the mesh axes.
     """
     return list(_Finder(operators, strategies, resting, mesh).run())
@@ -210,7 +210,7 @@ class _Finder:
 
 
 def data_position(node: fx.Node) -> int | None:
-    """Which argument of a product that can be panelled is its data; None for any other operator."""
+    """The position of the data argument of a product that can be panelled; None for any other operator."""
     return _product(node).data if node.op == "call_function" and _is_product(node) else None
 
 
@@ -235,7 +235,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, int]) -> fx.GraphModule:
-    """A sharded graph with some of its products panelled.
+    """Panels some of the products of a sharded graph.
 
     Args:
         module: a sharded graph.
@@ -243,10 +243,10 @@ def panel(module: fx.GraphModule, found: Sequence[Loop], panels: Mapping[str, in
         panels: operator name -> number of panels; members of one loop have one number.
 
     Returns:
-        the same module where nothing is panelled, else a new one.
+        The same module if nothing is panelled, else a new one.
 
     Raises:
-        ValueError: when a loop cannot have so many panels.
+        ValueError: if the number of panels is not possible for its loop.
     """
     chosen = [loop for loop in found if panels.get(loop.members[0].name, 1) > 1]
     if not chosen:
@@ -275,7 +275,7 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
         assert not mine or edge.target in (ops.reshard, ops.gather)
         sources.append(edge.args[1] if mine else edge)
         if not mine and len(nodes) > 1 and edge.target in (ops.reshard, ops.gather):
-            nodes[0].prepend(edge)  # of a parameter, so that it can come as early as the loop
+            nodes[0].prepend(edge)  # the reshard of a parameter, which can precede the loop
     operands = tuple(operand.plain for operand in loop.operands)
     args = (world, sources[0], sources[1:], operands, loop.factor, count, loop.cuts, loop.transposed)
     with graph.inserting_before(nodes[0]):

@@ -1,13 +1,13 @@
-"""Panelled products: a loop that gathers one panel of the operands while the panel before it is multiplied.
+"""Panelled products: a loop that gathers one panel of the operands while it multiplies the previous panel.
 
-``C[m,n] = A[m,k] B[k,n]`` for operands that are gathered before use need not hold them whole. Along the loop's factor
-(m, n or k) every operand that has it comes panel by panel, and the result, or the sum over k, is built up. The backward
-pass gathers the panels again and reduces each panel of a gradient while the next one is multiplied. The panels of SUMMA
-(van de Geijn and Watts, 1997) are of this kind, with k as the loop's factor.
+A product ``C[m,n] = A[m,k] B[k,n]`` of operands that are gathered before use need not hold the whole gathered operands.
+Every operand that has the loop's factor (m, n or k) is gathered panel by panel along it, and the panels of the result are
+put side by side or, over k, summed. The backward pass gathers the panels again, and reduces each panel of a gradient while
+the next one is multiplied. The panels of SUMMA (van de Geijn and Watts, 1997) are of this kind, with k as the loop factor.
 
-A panel is not a contiguous range: it has an equal part of what each device owns, so that every device sends and receives
-the same in every round. Blocks of the loop's dim are aligned between the operands by cutting it into as many blocks as
-the least common multiple of the numbers of their owners.
+A panel is not a contiguous range: it has an equal part of each device's shard, so that all devices send and receive equal
+amounts in every round. Blocks of the loop's dim are aligned between the operands by cutting it into as many blocks as the
+least common multiple of the numbers of their owners.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Operand(NamedTuple):
     """How a panelled product gets one operand, and returns its gradient.
 
     Attributes:
-        dim: the dim of the loop's factor, -1 where the operand lacks it.
-        cuts: the number of blocks of that dim on one device; each gives a part to every panel.
-        before: gathers of other dims, done once, before the loop.
+        dim: the dim of the loop's factor; -1 if the operand lacks it.
+        cuts: the number of blocks of that dim on one device; each gives an equal part to every panel.
+        before: gathers along other dims, once, before the loop.
         loop: gathers of each panel.
-        scatter: their mirrors, for each panel of the gradient.
-        after: what else the whole gradient needs, after the loop.
-        cast: the dtypes in which it moves, and its gradient; None: both are its own.
+        scatter: the mirrors of ``loop``, for each panel of the gradient.
+        after: further steps for the whole gradient, after the loop.
+        cast: the dtypes in which the operand and its gradient are moved; None: both are moved in their own.
     """
 
     dim: int
@@ -49,19 +49,19 @@ class Operand(NamedTuple):
 
     @property
     def stages(self) -> tuple[tuple[Step, ...], ...]:
-        """All steps."""
+        """The steps of all stages."""
         return self.before, self.loop, self.scatter, self.after
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Operand:
-        """From nested tuples, as a graph holds them."""
+        """The operand that nested tuples describe, which are its form in a graph; see ``plain``."""
         dim, cuts, *stages, cast = plain
         before, loop, scatter, after = (tuple(Step(*step) for step in stage) for stage in stages)
         return cls(dim, cuts, before, loop, scatter, after, cast)
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """As nested tuples, as a graph holds them."""
+        """The operand as nested tuples, its form in a graph."""
         return self.dim, self.cuts, *(tuple(tuple(step) for step in stage) for stage in self.stages), self.cast
 
 
@@ -77,21 +77,21 @@ def panelled(
     transposed: Sequence[bool],
     at: str = "",
 ) -> Any:
-    """The products of ``data`` [..., k] with each of ``weights``, in ``panels`` panels.
+    """The products of ``data`` [..., k] with each of ``weights``, computed in ``panels`` panels.
 
     Args:
         world: the mesh.
-        data: this device's part, or ``Parts``; so are the weights.
-        weights: [n, k] where ``transposed``, else [k, n].
-        operands: of data, then of each weight: ``Operand.plain``.
-        factor: what the loop runs over: the name of the result's dim, as a number ("0", "-1"), or "k".
-        panels: how many.
-        cuts: blocks of the loop's dim of the result.
-        transposed: per weight.
-        at: for which operator.
+        data: this device's part, or ``Parts``; likewise for each weight.
+        weights: [n, k] if ``transposed``, else [k, n].
+        operands: ``Operand.plain`` of the data, then of each weight.
+        factor: the factor of the loop: a dim of the result, as text ("0", "-1"), or "k".
+        panels: the number of panels.
+        cuts: the number of blocks of the loop's dim of the result.
+        transposed: for each weight, whether it is [n, k].
+        at: the operator for which the loop runs, as messages name it.
 
     Returns:
-        a list with one product per weight.
+        A list with one product per weight.
     """
     whole = [data, *weights]
     count = len(data) if isinstance(data, Parts) else 1
@@ -114,15 +114,15 @@ class _Loop(NamedTuple):
 
     @property
     def result_dim(self) -> int | None:
-        """The loop's dim in the results; None where the loop sums."""
+        """The loop's dim in the results; None if the loop sums over k."""
         return None if self.factor == "k" else int(self.factor)
 
     def grouped(self, flat: Sequence[Any]) -> list[list[Any]]:
-        """One list of hosted parts per tensor."""
+        """Splits a flat list into one list of hosted parts per tensor."""
         return [list(flat[i : i + self.hosted]) for i in range(0, len(flat), self.hosted)]
 
     def begin(self, values: list[list[Tensor]]) -> list[list[Tensor]]:
-        """The operands after the gathers that come before the loop."""
+        """The operands after the gathers that precede the loop."""
         found = []
         for operand, value in zip(self.operands, values, strict=True):
             value = value if operand.cast is None else [part.to(operand.cast[0]) for part in value]
@@ -130,7 +130,7 @@ class _Loop(NamedTuple):
         return found
 
     def launch(self, values: list[list[Tensor]], panel: int) -> list[Pending]:
-        """Starts to gather one panel of every operand that has panels."""
+        """Launches the gathers of one panel of all operands; an operand without panels is whole in each."""
         found = []
         for operand, value in zip(self.operands, values, strict=True):
             if operand.dim >= 0:
@@ -139,7 +139,7 @@ class _Loop(NamedTuple):
         return found
 
     def cut(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
-        """The parts of all blocks that belong to one panel, side by side."""
+        """The parts of all blocks that belong to one panel, concatenated."""
         return self.slot(tensor, dim, cuts, panel).flatten(dim % tensor.dim(), dim % tensor.dim() + 1).contiguous()
 
     def slot(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
@@ -163,7 +163,7 @@ def _weight_gradient(data: Tensor, gradient: Tensor, transposed: bool) -> Tensor
 
 
 class _Sum:
-    """A result that is built up from panels: summed, or put side by side."""
+    """Assembles a result from panels: sums them if ``dim`` is None, else puts them in their places."""
 
     def __init__(self, loop: _Loop, dim: int | None, cuts: int) -> None:
         self.loop, self.dim, self.cuts = loop, dim, cuts
@@ -173,7 +173,7 @@ class _Sum:
     def add(self, panel: int, part: Tensor) -> None:
         if self.value is None:
             self.dtype = part.dtype
-            if self.dim is None:  # sums of many low-precision terms would lose what one product keeps
+            if self.dim is None:  # a sum of many low-precision terms is less accurate than one product
                 self.value = part.float() if part.dtype.itemsize < 4 else part
                 return
             shape = list(part.shape)
@@ -242,7 +242,7 @@ def _data_gradients(
 
 
 def _rounds(loop: _Loop, values: list[list[Tensor]]) -> Any:
-    """(panel, operands) for each round; the next panel's gathers are under way meanwhile."""
+    """Yields (panel, operands) for each round; the gathers of the next panel are in progress meanwhile."""
     pending = loop.launch(values, 0)
     for panel in range(loop.panels):
         current = [p.wait() for p in pending]
@@ -252,7 +252,7 @@ def _rounds(loop: _Loop, values: list[list[Tensor]]) -> Any:
 
 
 class _Gradient:
-    """One operand's gradient, reduced panel by panel where it has panels; one reduction is under way at a time."""
+    """One operand's gradient, reduced panel by panel if the operand has panels; one reduction is in progress at a time."""
 
     def __init__(self, loop: _Loop, operand: Operand) -> None:
         self.loop, self.operand = loop, operand

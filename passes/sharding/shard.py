@@ -1,9 +1,9 @@
-"""The sharding pass: a captured graph and a strategy per operator become the graph that every device runs.
+"""The sharding pass: turns a captured graph and a strategy per operator into the graph that every device runs.
 
-Parameters and buffers enter as their local parts. Where a consumer wants a tensor in another layout than it has, one
-``reshard`` node stands on the edge; all consumers that want the same layout and return the same gradient layout share it,
-so their gradients are added locally and reduced once. Arguments that are shapes become local shapes. An operator whose
-sharded factor needs collectives inside is replaced by its lowering.
+Parameters and buffers enter as their local parts. If a consumer wants a tensor in another layout than it has, a ``reshard``
+node is inserted on the edge. All consumers that want the same layout and return the same gradient layout share it, so their
+gradients are summed locally and reduced once. Arguments that are shapes become local shapes. An operator whose sharded
+factor needs collectives inside is replaced by its lowering.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = ["Sharding", "draws_of", "place_constants", "shard", "used_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """What the pass needs to know.
+    """The properties of a plan that the sharding pass uses.
 
     Attributes:
         mesh: sizes of the mesh axes.
         strategies: operator name -> strategy.
-        resting: placeholder name -> layout (whole if absent).
+        resting: placeholder name -> layout at rest (whole if absent).
         parameters: names of the placeholders that are parameters.
-        recomputed: operator name -> whether the backward pass, which computes its results again, also repeats the
-            collectives that bring them into other layouts; operators that are not named are kept.
+        recomputed: operator name -> whether the backward pass, which recomputes its results, also repeats the collectives
+            that bring them into other layouts; operators that are not named are not recomputed.
         gathered_once: names of the parameters whose gathered copies are kept until the backward pass has read them.
-        split: the axes that split dim 0 of what each device is given as inputs.
-        rows: numbers of the outputs that are split so too: each device returns the rows that it was given.
-        kept: along how many axes, the first ones, outputs that may stay sharded do so; they are whole along others.
+        split: the axes that split dim 0 of the inputs that each device is given.
+        rows: positions of the outputs that are split in the same way: each device returns the rows that it was given.
+        kept: the number of axes, from the first on, along which outputs stay sharded if they may; else they are whole.
     """
 
     mesh: tuple[int, ...]
@@ -72,7 +72,7 @@ def shard(
     sharding: Sharding,
     mutations: Mapping[str, str],
 ) -> fx.GraphModule:
-    """Rewrites ``module`` for one device; its ``world`` attribute is to be set before it runs.
+    """Rewrites ``module`` for one device; the ``world`` attribute of the result must be set before it runs.
 
     Args:
         module: a captured graph; placeholders are parameters, buffers, constants and inputs.
@@ -82,13 +82,13 @@ def shard(
 
     Returns:
         A graph with the same placeholders (local parts) and the same outputs: whole, or as ``Sharding.rows`` and ``kept``
-        say; new buffer values as they rest.
+        say; new buffer values in their layouts at rest.
     """
     return _Rewriter(module, operators, sharding, mutations).run()
 
 
 def used_groups(module: fx.GraphModule) -> set[tuple[int, ...]]:
-    """The sets of mesh axes over which the graph communicates, and those that stages of it do (`passes.overlap.stage`)."""
+    """The sets of mesh axes over which the graph communicates, including those of its stages (`passes.overlap.stage`)."""
     found: set[tuple[int, ...]] = set()
     real = len(module.world.mesh_shape)  # type: ignore[union-attr, arg-type]
     for node in module.graph.nodes:
@@ -111,7 +111,7 @@ def draws_of(module: fx.GraphModule) -> tuple[Draw | None, ...]:
 
 
 def place_constants(graph: fx.Graph, device: torch.device) -> None:
-    """Points operators that make tensors anew (``arange``, masks) to ``device``, wherever the model was captured."""
+    """Sets the device of operators that create tensors (``arange``, masks), in place, wherever the model was captured."""
 
     def move(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
@@ -165,7 +165,7 @@ class _Rewriter:
         return result
 
     def edge(self, node: fx.Node, want: Want) -> fx.Node:
-        """The node that gives ``node``'s tensor in the wanted layout."""
+        """The node that returns ``node``'s tensor in the wanted layout, which is created if there is none."""
         value = value_of(node)
         have = self.layouts[value]
         shape = tuple(node.meta["val"].shape)
@@ -236,7 +236,7 @@ class _Rewriter:
         self._within(node)
 
     def _within(self, node: fx.Node) -> None:
-        """Puts a check behind a node if it produces indices that need one."""
+        """Adds a check after a node if it produces indices that need one."""
         limits = self.bounds.get(value_of(node))
         if limits and isinstance(node.meta.get("val"), torch.Tensor):
             layout = self.layouts[value_of(node)]
@@ -273,7 +273,7 @@ class _Rewriter:
         for d, size in enumerate(shape):
             ways = math.prod(self.mesh[part.axis] for part in splits(layout, d, self.mesh))
             if even_chunk(size, ways) * ways != size:
-                sizes[d] = -1  # devices differ here; the strategy allows one such dim
+                sizes[d] = -1  # sizes differ between devices; the strategy allows one such dim
         return sizes
 
     def output(self, node: fx.Node) -> None:
@@ -299,7 +299,7 @@ class _Rewriter:
 
 
 def _resting(node: fx.Node) -> Any:
-    """The fake value of what a placeholder holds, in the dtype in which it rests."""
+    """The fake value of a placeholder, in the dtype in which it rests."""
     value = node.meta.get("val")
     if note_of(node).cast is None:
         return value

@@ -1,4 +1,4 @@
-"""Where an operator stands in a sharded graph, as its lowering sees it."""
+"""The context of an operator in a sharded graph, for its lowering."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Site"]
 
 
 class Site:
-    """See `passes.rules.lowering.At`.
+    """Implements `passes.rules.lowering.At`.
 
     Args:
-        emitter: of the sharded graph.
-        operator: a captured operator.
-        strategy: its own.
+        emitter: emits the nodes of the sharded graph.
+        operator: the captured operator that is being lowered.
+        strategy: its strategy.
         mesh: sizes of the mesh axes.
     """
 
@@ -46,7 +46,7 @@ class Site:
         return self._strategy.axes(*self._names(*factors))
 
     def ways(self, *factors: str) -> int:
-        """Into how many parts they shard them."""
+        """The number of parts into which these axes shard the factors."""
         return math.prod(self._mesh[axis] for axis in self.axes(*factors))
 
     def size(self, factor: str) -> int:
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def reduced(self) -> tuple[int, ...]:
-        """The mesh axes that shard reduced factors, or those whose positions count."""
+        """The mesh axes that shard reduced factors, or factors in ``Rule.contiguous``."""
         rule = self._operator.rule
         table = rule_of(self._node)
         located = self.axes(*table.contiguous) if table is not None else ()
@@ -73,7 +73,7 @@ class Site:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What to compute in."""
+        """The dtype to compute in: that of the result, but float32 for half precision."""
         dtype = self._result.dtype
         return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
@@ -82,15 +82,15 @@ class Site:
         return results_of(self._node)[0]
 
     def wide(self, value: fx.Proxy) -> fx.Proxy:
-        """An operand, in that."""
+        """An operand, or a value of its dtype, cast to ``dtype``."""
         return value if operands_of(self._node)[0].meta["val"].dtype == self.dtype else value.to(self.dtype)
 
     def rounded(self, value: fx.Proxy) -> fx.Proxy:
-        """The result, in its own dtype."""
+        """The result, computed in ``dtype``, cast to its own dtype."""
         return value if self._result.dtype == self.dtype else value.to(self._result.dtype)
 
     def partial(self, value: fx.Proxy) -> fx.Proxy:
-        """The same of partial sums, which reshards round when they are whole."""
+        """``rounded`` for a possible partial sum; reshards that reduce it read the unrounded value, and round last."""
         rounded = self.rounded(value)
         if rounded is not value:
             self._emitter.wide[(self._node, 0)] = value.node
@@ -106,15 +106,15 @@ class Site:
         return self._collective(ops.all_sum, value, axes)
 
     def reduce(self, value: fx.Proxy, axes: tuple[int, ...]) -> fx.Proxy:
-        """All-reduce whose gradient is whole already."""
+        """All-reduce whose gradient is already whole."""
         return self._collective(ops.all_reduce, value, axes)
 
     def max(self, value: fx.Proxy, axes: tuple[int, ...]) -> fx.Proxy:
-        """All-reduce by maximum."""
+        """All-reduce by maximum, without gradient."""
         return self._collective(ops.all_max, value, axes)
 
     def offset(self, size: int, axes: tuple[int, ...], like: fx.Proxy) -> fx.Proxy:
-        """Where a device's part of a dim begins."""
+        """Where this device's part of a dim begins."""
         return self._emitter.proxy(self._emitter.call(ops.offset, self._emitter.world, size, axes, like.node))
 
     def call(self, function: Any, /, *args: Any, **kwargs: Any) -> fx.Proxy:

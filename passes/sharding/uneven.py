@@ -1,4 +1,4 @@
-"""Tensors whose parts do not have the same shape on all devices."""
+"""Tensors whose local parts differ in shape between devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 
 def uneven(graph: fx.Graph, sharding: Sharding) -> Iterator[tuple[str, Shape, Shape]]:
-    """(placeholder or operator, shape of the first device's part, of the last's) where these differ, in the graph's order.
+    """Yields (placeholder or operator, local shape on the first device, on the last) where they differ, in graph order.
 
     Args:
-        graph: that was captured.
+        graph: a captured graph.
         sharding: its operators' strategies, and the layouts of its placeholders.
     """
     mesh = sharding.mesh
@@ -44,9 +44,9 @@ def uneven(graph: fx.Graph, sharding: Sharding) -> Iterator[tuple[str, Shape, Sh
 
 
 def lone(graph: fx.Graph, sharding: Sharding) -> list[str]:
-    """Of ``uneven``, what has a dim with more than one element on the first device, and one or none on the last.
+    """The names from ``uneven`` with a dim of more than one element on the first device, and of one or none on the last.
 
-    There, a transposed tensor is contiguous: operators copy less, and autograd saves other tensors.
+    On the last device, a transposed tensor is contiguous: operators copy less, and autograd saves other tensors.
     """
     parts = uneven(graph, sharding)
     return list(dict.fromkeys(name for name, *ends in parts if any(b <= 1 < a for a, b in zip(*ends, strict=True))))

@@ -1,7 +1,7 @@
-"""Unrolls virtual axes: a graph that is sharded over them too becomes one in which every chunk has its own nodes.
+"""Unrolls virtual axes: turns a graph that is also sharded over them into one in which every chunk has its own nodes.
 
-What is the same for all chunks keeps one node. A reshard between chunks and the whole is one node that takes, or returns, a
-list: the chunks' parts. The graph can be run as any sharded graph can.
+Values that are the same for all chunks keep one node. A reshard between chunks and the whole is one node that takes, or
+returns, a list of the chunks' parts. The graph can be run like any sharded graph.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Steps = tuple[tuple, ...]
 
 
 def unroll(module: fx.GraphModule, mesh: tuple[int, ...], chunks: tuple[int, ...]) -> fx.GraphModule:
-    """The graph for a mesh, from one that was sharded for the mesh and virtual axes behind it.
+    """Unrolls a graph that was sharded for a mesh followed by virtual axes into a graph for the mesh.
 
     Args:
-        module: see ``passes.sharding.shard.shard``, for the mesh ``mesh + chunks``; parameters and inputs rest whole on the
-            virtual axes.
+        module: see ``passes.sharding.shard.shard``, for the mesh ``mesh + chunks``; parameters and inputs are whole along
+            the virtual axes.
         mesh: sizes of the mesh axes.
         chunks: sizes of the virtual axes.
     """
@@ -74,7 +74,7 @@ class _Unroller:
         self.axes[node], self.values[node] = axes, values
 
     def places(self, axes: frozenset[int]) -> list[Place]:
-        """The chunks along some virtual axes; 0 on the others."""
+        """The coordinates of all chunks along some virtual axes; 0 on the others."""
         return list(itertools.product(*(range(n if a in axes else 1) for a, n in enumerate(self.chunks, self.real))))
 
     def at(self, node: fx.Node, place: Place) -> fx.Node:
@@ -86,7 +86,7 @@ class _Unroller:
         return self.at(node, place)
 
     def world_of(self, places: Sequence[Place]) -> fx.Node:
-        """The node of the world of some chunks."""
+        """The node that returns the world of some chunks."""
         key = tuple(places)
         if key not in self.worlds:
             with self.graph.inserting_after(self.world):
@@ -97,7 +97,7 @@ class _Unroller:
         return frozenset(a for a in axes if a >= self.real)
 
     def crossed(self, steps: Steps) -> frozenset[int]:
-        """The virtual axes that steps run over."""
+        """The virtual axes along which steps run."""
         return self.virtual(axis for step in steps for axis in step[1])
 
     def operator(self, node: fx.Node) -> None:
@@ -114,14 +114,14 @@ class _Unroller:
         self.put(node, axes, found)
 
     def collective(self, node: fx.Node) -> None:
-        """A sum or maximum inside an operator."""
+        """Unrolls a sum or maximum inside an operator."""
         value: Any = node.args[1]
         step: Steps = (tuple(Step("all_reduce", tuple(node.args[2]))),)  # type: ignore[arg-type]
         virtual = self.crossed(step)
         if not virtual:
             return self.operator(node)
         before = self.axes[value] | virtual
-        if node.target is ops.all_sum:  # each chunk goes on to use the sum for its own part
+        if node.target is ops.all_sum:  # each chunk uses the sum for its own part
             return self.across(node, value, before, before, step, step)
         op = "max" if node.target is ops.all_max else "sum"
         return self.across(node, value, before, before - virtual, step, (), op)
@@ -145,7 +145,7 @@ class _Unroller:
         )
         mine = self.axes[value]
         if mine <= after and not self.crossed(forward):
-            # What is the same for all chunks moves once; their gradients are added before they move.
+            # A value that is the same for all chunks is moved once; its gradients are summed before they are moved.
             summed, rest = self.summed_first(backward)
             if summed is not None:
                 source = value
@@ -162,7 +162,7 @@ class _Unroller:
         return self.across(node, value, crossed, after, forward, backward, cast=cast)
 
     def summed_first(self, steps: Steps) -> tuple[Steps | None, Steps]:
-        """The sums along virtual axes, and the other steps; None if there are other steps along virtual axes."""
+        """Splits steps into the sums along virtual axes and the rest; None if other steps run along virtual axes."""
         summed: list[int] = []
         rest = []
         for step in steps:
@@ -186,7 +186,7 @@ class _Unroller:
         op: str = "sum",
         cast: Sequence[Any] = (),
     ) -> None:
-        """A move along virtual axes, from the chunks of ``value`` to those of ``after``."""
+        """Emits a reshard along virtual axes, from the chunks of ``value`` to those along ``after``."""
         places, given, wanted = self.places(axes), self.places(self.axes[value]), self.places(after)
         spread = tuple(
             given.index(tuple(c if a in self.axes[value] else 0 for a, c in enumerate(p, self.real))) for p in places

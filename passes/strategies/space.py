@@ -1,7 +1,7 @@
 """The strategies of an operator on all meshes with the same number of axes, as arrays.
 
-What a strategy asks of operands and leaves in results depends, axis by axis, only on the factor that the axis serves, not
-on the axis's size. So the arrays are made once for every number of axes; which rows exist on a mesh is a mask.
+On each axis, the layouts of operands and results depend only on the factor that the axis serves, not on the axis's size.
+So the arrays are computed once for each number of axes; a mask selects the rows that exist on a mesh.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["Space", "space", "strategies", "uneven_matters"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Space:
-    """All strategies of one operator for a number of axes; row 0 replicates.
+    """The strategies of one operator for a number of axes, as the rows of arrays; row 0 of `space` replicates.
 
     Attributes:
         operator: the operator.
-        names: what an axis may serve: None, factors, ``"+i"``.
-        effects: of each of them.
+        names: what an axis may serve: None, a factor or a linear pseudo-factor ``"+i"``.
+        effects: the effect of an axis that serves each name.
         serves: ``[S, axes]`` indices into ``names``.
-        wants, gradients: per operand, codes ``[S, axes]``.
-        results: per result, codes ``[S, axes]``.
+        wants, gradients: per operand, layout codes ``[S, axes]`` of the operand and of its gradient.
+        results: per result, layout codes ``[S, axes]``.
     """
 
     operator: Operator
@@ -47,7 +47,7 @@ class Space:
 
     @classmethod
     def of(cls, operator: Operator, names: Sequence[str | None], serves: np.ndarray) -> Space:
-        """From what the axes of every strategy serve."""
+        """The strategies whose axes serve ``names[serves]``."""
         effects = tuple(effect(operator, name) for name in names)
 
         def columns(of: list[tuple[Placement, ...]]) -> tuple[np.ndarray, ...]:
@@ -58,12 +58,12 @@ class Space:
 
     @classmethod
     def alone(cls, operator: Operator, strategy: Strategy) -> Space:
-        """One strategy, as row 0."""
+        """A space with one strategy, as row 0."""
         names = list(dict.fromkeys((None, *strategy.assignment)))
         return cls.of(operator, names, np.array([[names.index(name) for name in strategy.assignment]]))
 
     def assignment(self, row: int) -> tuple[str | None, ...]:
-        """Per axis the factor that it serves."""
+        """What each axis serves in the strategy of a row."""
         return tuple(self.names[i] for i in self.serves[row])
 
     def strategy(self, row: int) -> Strategy:
@@ -71,16 +71,16 @@ class Space:
         return Strategy.of(self.assignment(row), [self.effects[i] for i in self.serves[row]])
 
     def axes_of(self, names: frozenset[str]) -> np.ndarray:
-        """``[S, axes]``: whether the axis serves one of these factors."""
+        """``[S, axes]``: whether an axis serves one of the given factors."""
         chosen = np.array([name in names for name in self.names])
         return chosen[self.serves]
 
     def ways(self, mesh: Sequence[int], *names: str) -> np.ndarray:
-        """``[S]``: into how many parts devices divide what these factors count together."""
+        """``[S]``: the number of parts into which the axes divide the given factors together."""
         return np.asarray(np.where(self.axes_of(frozenset(names)), np.array(mesh), 1).prod(axis=-1))
 
     def valid(self, mesh: tuple[int, ...]) -> np.ndarray:
-        """``[S]``: which strategies exist on a mesh."""
+        """``[S]``: whether a strategy exists on a mesh."""
         found = ~((np.array(mesh) == 1) & (self.serves != 0)).any(axis=-1)
         if self.operator.rule is None:
             return found
@@ -100,7 +100,7 @@ class Space:
         outputs = [tuple(t.shape) for t in results_of(self.operator.node)]
         for shape, rows in (*zip(operands, self.wants, strict=True), *zip(outputs, self.results, strict=True)):
             found &= fitting(shape, rows, mesh)
-        if stays(self.operator.node):  # as a DTensor, which joins parts in an order of its own
+        if stays(self.operator.node):  # as a DTensor, which joins shards in its own order
             found &= restoring(self.results[0], mesh)
         if table.shape is not None:
             uneven = sum((size % ways(self.results[0], d, mesh) != 0).astype(int) for d, size in enumerate(outputs[0]))
@@ -112,9 +112,9 @@ def space(operator: Operator, axes: int, allow: Allow | None = None) -> Space:
     """All strategies of ``operator`` on ``axes`` axes.
 
     Args:
-        operator: with its cut rule.
-        axes: of the mesh.
-        allow: says whether an axis may serve a factor (None as a factor stands for partial sums passed through).
+        operator: an operator with its cut rule.
+        axes: the number of axes of the mesh.
+        allow: whether an axis may serve a factor, or, for None, a linear pseudo-factor; all are allowed by default.
     """
     offered: list[tuple[str, Factor | None]] = []
     if operator.rule is not None:
@@ -135,7 +135,7 @@ def strategies(operator: Operator, mesh: tuple[int, ...], allow: Allow | None = 
 
 
 def uneven_matters(operator: Operator) -> frozenset[str]:
-    """Base names of factors whose local size an argument of the operator gives, so that it must divide."""
+    """Base names of factors that must be divided evenly, as an argument of the operator states their local size."""
     table = rule_of(operator.node)
     assert table is not None
     divided = set((table.divide or {}).values())

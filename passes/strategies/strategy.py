@@ -1,8 +1,8 @@
-"""Strategies: every way to lay an operator's factors on the axes of a mesh, and the layouts that follow.
+"""Strategies: assignments of an operator's factors to the axes of a mesh, and the layouts that follow.
 
-The layouts of gradients are a function of the forward ones. A shard's gradient is the same shard; a partial sum's
-gradient is whole on every device; an operand that is whole along an axis which the operator uses for a factor that the
-operand lacks gets a partial gradient; along an axis that the operator does not use, a whole one.
+The layouts of gradients are a function of the forward layouts. The gradient of a shard is the same shard; that of a
+partial sum is replicated. A replicated operand has a partial gradient along an axis that the operator uses for a factor
+that the operand lacks, and a replicated gradient along an axis that the operator does not use.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "whole_layout",
 ]
 
-#: Prefix of the pseudo-factors of an axis along which an operator takes partial sums and leaves them: ``+i`` takes the
-#: operands of ``OpRule.linear[i]`` partial.
+#: Prefix of the linear pseudo-factors, for axes along which an operator takes and returns partial sums: with ``+i``, the
+#: operands in ``OpRule.linear[i]`` are partial.
 LINEAR_PREFIX = "+"
 
 Allow = Callable[[int, Factor | None], bool]
@@ -41,20 +41,20 @@ Allow = Callable[[int, Factor | None], bool]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a strategy asks of one operand: its layout, and the layout in which it returns the operand's gradient."""
+    """A strategy's requirement for one operand: its layout, and the layout in which its gradient is returned."""
 
     layout: Layout
     gradient: Layout
 
     @classmethod
     def of(cls, layout: Layout) -> Want:
-        """What is done with a tensor that stays in a layout."""
+        """The requirement of a consumer that leaves a tensor in its layout."""
         return cls(layout, gradient_of(layout))
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What one axis's use asks of every operand (and of its gradient) along that axis, and leaves in every result."""
+    """The placements along one axis of all operands, of their gradients and of all results, for one use of the axis."""
 
     wants: tuple[Placement, ...]
     gradients: tuple[Placement, ...]
@@ -63,12 +63,12 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One assignment of axes to factors, with everything that follows from it.
+    """One assignment of axes to factors, and the layouts that follow from it.
 
     Attributes:
-        assignment: per mesh axis the factor that it shards, ``"+i"`` (partial sums passed through), or None.
-        wants: per operand.
-        results: layouts of the results.
+        assignment: per mesh axis, the factor that it shards, a linear pseudo-factor ``"+i"``, or None.
+        wants: the requirement per operand.
+        results: the layout per result.
     """
 
     assignment: tuple[str | None, ...]
@@ -77,7 +77,7 @@ class Strategy:
 
     @classmethod
     def of(cls, assignment: tuple[str | None, ...], effects: Sequence[Effect]) -> Strategy:
-        """From the effect of every axis."""
+        """The strategy with the given effect of each axis."""
         wants, gradients, results = (
             map(Placements, zip(*each, strict=True))
             for each in zip(*((e.wants, e.gradients, e.results) for e in effects), strict=True)
@@ -90,7 +90,7 @@ class Strategy:
 
     @property
     def sharded(self) -> tuple[int, ...]:
-        """The axes that shard anything."""
+        """The axes that shard a factor."""
         return tuple(a for a, f in enumerate(self.assignment) if f is not None and not f.startswith(LINEAR_PREFIX))
 
     def ways(self, mesh: tuple[int, ...]) -> int:
@@ -99,13 +99,13 @@ class Strategy:
 
 
 def whole_layout(axes: int) -> Layout:
-    """Replicated on every axis."""
+    """The layout that is replicated on every axis."""
     return Placements((Replicate(),) * axes)
 
 
 @lru_cache(maxsize=100_000)
 def gradient_of(layout: Layout) -> Layout:
-    """The layout in which the gradient of a tensor in ``layout`` is given to its producer."""
+    """The layout in which the gradient of a tensor in ``layout`` is passed to its producer."""
     return Placements(p if is_shard(p) else Replicate() for p in layout)
 
 
@@ -136,7 +136,7 @@ def effect(operator: Operator, chosen: str | None) -> Effect:
 
 
 def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str) -> Placement | None:
-    """The placement along an axis that serves ``chosen``, where the tensor has that factor."""
+    """The placement along an axis that serves ``chosen``; None if the tensor does not have that factor."""
     found = None
     for d, dim in enumerate(dims):
         blocks = 1
@@ -148,5 +148,5 @@ def _shard_of(dims: tuple[Dim, ...], sizes: Mapping[str, int], chosen: str) -> P
 
 
 def replicated(operator: Operator, axes: int) -> Strategy:
-    """Every device computes the whole operator: always valid."""
+    """The strategy in which every device computes the whole operator; valid on every mesh."""
     return Strategy.of((None,) * axes, [effect(operator, None)] * axes)

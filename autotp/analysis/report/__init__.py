@@ -1,7 +1,7 @@
 """A plan as one self-contained HTML file that needs no network.
 
 Input: a plan with its priced graph and its schedule. Output: one file. `content` collects the data as JSON, and `page`
-puts it into the page with the files of ``parts/``.
+assembles the page from it and the files in ``parts/``.
 """
 
 from autotp.analysis.report.content import content

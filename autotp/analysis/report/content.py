@@ -23,9 +23,9 @@ from passes.rules.shapes import operands_of
 
 __all__ = ["content"]
 
-#: How many other strategies of each operator are shown.
+#: The number of alternative strategies that are shown for each operator.
 ALTERNATIVES = 3
-#: The largest tensors at the worst moment.
+#: The number of tensors that are listed for the memory peak, largest first.
 _LARGEST = 50
 
 
@@ -37,14 +37,15 @@ def content(
     title: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The contents of the page.
+    """The data of a report, as JSON values.
 
     Args:
         captured: the model that was planned, captured for the same inputs.
         plan: the plan.
-        events: of the plan's schedule, as `autotp.analysis.trace.predicted` gives them; none: there is no timeline.
-        title: what the report is called.
-        progress: called with how many operators are explained, and of how many.
+        events: of the plan's schedule, as `autotp.analysis.trace.predicted` returns them; without any, the report has no
+            timeline.
+        title: of the report.
+        progress: called with the number of operators explained so far, and the number of all that are to be explained.
 
     Raises:
         PlanMismatchError: the plan is for another model or other inputs.
@@ -102,14 +103,16 @@ def _machine(topology: Topology) -> dict[str, Any]:
 
 
 def _row(explainer: Explainer, node: fx.Node, found: Explanation) -> dict[str, Any]:
-    """One operator with all its details; operators that are decided together share one entry."""
+    """All details of one operator; operators that are decided together share one row."""
     parameters = explainer.captured.parameters
     reads = [parameters.get(n.name, value_of(n)[0].name) for n in operands_of(node)]
     return asdict(found) | {"seconds": found.seconds, "reads": reads}
 
 
 def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[str, int]) -> list[list[Any]]:
-    """Per operator: name, module, row, seconds, seconds of communication, and the operators that it reads."""
+    """For each operator: its name, the indices of its module and row, seconds, seconds of communication, and the indices of
+    the operators that it reads. Fills ``modules``.
+    """
     model, entries = explainer.model, explainer.entries
     place = {node: i for i, node in enumerate(model.operators)}
     found: list[list[Any]] = []
@@ -123,7 +126,7 @@ def _operators(explainer: Explainer, rows: Mapping[fx.Node, int], modules: dict[
 
 
 def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
-    """The parts of the step time, without chunks: computation by kind of operator, collectives by kind and axes."""
+    """The terms of the step time, without chunks: computation by kind of operator, collectives by kind and axes."""
     sums: dict[tuple[str, str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
 
     def add(key: tuple[str, str, str, bool], times: float, seconds: float, size: float) -> None:
@@ -147,7 +150,7 @@ def _costs(plan: Plan, priced: Priced) -> list[dict[str, Any]]:
 
 
 def _memory(use: MemoryUse) -> dict[str, Any]:
-    """The curve as ``[operator, backward, bytes, bytes of each kind]``; kinds that are there throughout are the lowest."""
+    """The curve as ``[operator, backward, bytes, bytes of each kind]``; kinds with the largest minimum come first."""
     least = {kind: min(one.kinds.get(kind, 0.0) for one in use.curve) for one in use.curve for kind in one.kinds}
     kinds = sorted(least, key=lambda kind: -least[kind])
     curve = [
@@ -164,7 +167,7 @@ def _memory(use: MemoryUse) -> dict[str, Any]:
 
 
 def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Events in tracks: ``[track, begin, seconds, name, operator, backward]``."""
+    """Events as ``[track, begin, seconds, name, operator, backward]``, the tracks and names as indices."""
     if not events:
         return None
     tracks = lanes(events)
@@ -185,5 +188,5 @@ def _timeline(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def encode(contents: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a page: no text in it ends the script element."""
+    """JSON that is safe in a page: no text in it can end the script element."""
     return json.dumps(contents, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

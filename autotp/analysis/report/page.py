@@ -1,4 +1,4 @@
-"""The page of a report: its parts in one file."""
+"""The HTML page of a report, assembled from its parts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from costmodel.text.files import write_atomically
 
 __all__ = ["page", "save_report"]
 
-#: In the order in which they build on each other.
+#: In the order of their dependencies.
 SCRIPTS = ("base", "list", "detail", "modules", "graph", "operators", "machine", "timeline", "costs", "memory", "main")
 
 
 def page(contents: Mapping[str, Any]) -> str:
-    """The whole HTML of a report.
+    """The HTML of a report.
 
     Args:
-        contents: as `autotp.analysis.report.content` gives it.
+        contents: as `autotp.analysis.report.content` returns them.
     """
     parts = resources.files("autotp.analysis.report") / "parts"
     script = "\n".join((parts / f"{name}.js").read_text() for name in SCRIPTS)
@@ -38,10 +38,10 @@ def page(contents: Mapping[str, Any]) -> str:
 
 
 def save_report(path: str | os.PathLike, contents: Mapping[str, Any]) -> None:
-    """Writes a report completely or not at all.
+    """Writes a report as an HTML file, atomically.
 
     Raises:
-        AutotpError: it cannot be written.
+        AutotpError: the file cannot be written.
     """
     try:
         write_atomically(path, page(contents))

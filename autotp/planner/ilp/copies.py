@@ -1,4 +1,4 @@
-"""Independent bounds, worked out on several cores: by this process and by copies of it."""
+"""Independent lower bounds, computed on several cores by this process and forked copies of it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autotp.planner.ilp.deadline import Deadline
 
 __all__ = ["frozen", "side_by_side"]
 
-_MOST = 4  # processes: each has programs of its own in memory
-_WORTH = 1.0  # seconds of work that is left, from which on copies are made
-_PATIENCE = 5  # times as long as a task took here, and a second: how long a copy may take for its last one, at most
+_MOST = 4  # maximum number of processes: each holds its own programs in memory
+_WORTH = 1.0  # seconds of remaining work above which copies are forked
+_PATIENCE = 5  # a copy may take this many times as long for its last task as the longest task here, plus one second
 _WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _NUMBER, _RESULT = struct.Struct("i"), struct.Struct("id")
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Keeps what is there already, such as all of torch, out of garbage collections, of which planning causes many."""
-    if gc.get_freeze_count():  # somebody's own
+    """Exclude all existing objects, such as those of torch, from garbage collection, which planning triggers often."""
+    if gc.get_freeze_count():  # the caller has frozen objects itself
         yield
         return
     gc.freeze()
@@ -39,15 +39,15 @@ def frozen() -> Iterator[None]:
 
 
 def side_by_side(tasks: Sequence[Callable[[], float]], deadline: Deadline) -> list[float]:
-    """What every task returns, which is a number.
+    """Run all tasks, in several processes if that saves time, and return their results in order.
 
-    Copies of this process (`os.fork`, as torch's ``DataLoader`` makes them) take tasks as this one does, in their order.
-    They can only save time: what a copy does not deliver, since the task raised or the copy is gone, is worked out here.
-    What a task leaves behind in a copy is lost.
+    This process and forked copies of it (`os.fork`, as for torch's ``DataLoader``) take tasks from one queue, in order.
+    Copies can only save time: if a copy does not deliver a result, because the task raised or the copy died, the task is
+    run here. Side effects of tasks in a copy are lost.
 
     Args:
-        tasks: what to do.
-        deadline: of the tasks. With a clock that is not the machine's, everything is done here.
+        tasks: functions that return a number.
+        deadline: the deadline of the tasks. If its clock is not `time.perf_counter`, all tasks run in this process.
     """
     begun, found = time.perf_counter(), dict[int, float]()
     while len(found) < len(tasks):
@@ -61,12 +61,12 @@ def side_by_side(tasks: Sequence[Callable[[], float]], deadline: Deadline) -> li
 
 
 def _cores() -> int:
-    """On which this process may run; 1 where processes cannot be copied."""
+    """The number of cores on which this process may run; 1 where processes cannot be forked."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 
 def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int, deadline: Deadline) -> dict[int, float]:
-    """What tasks from ``first`` on return, as far as this process and so many copies get that far."""
+    """Run the tasks from ``first`` on in this process and ``copies`` forked ones: number -> result, if there is one."""
     waiting, numbers = os.pipe()
     results, delivered = os.pipe()
     os.write(numbers, b"".join(map(_NUMBER.pack, range(first, len(tasks)))))
@@ -74,7 +74,7 @@ def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int, deadl
     children = []
     try:
         for _ in range(copies):
-            with warnings.catch_warnings(), suppress(OSError):  # of threads, which the copy does not need; no memory
+            with warnings.catch_warnings(), suppress(OSError):  # threads, which copies do not need; out of memory
                 warnings.simplefilter("ignore", DeprecationWarning)
                 children.append(os.fork())
                 if not children[-1]:
@@ -96,15 +96,15 @@ def _shared(tasks: Sequence[Callable[[], float]], first: int, copies: int, deadl
         os.close(waiting)
         os.close(results)
         for child in children:
-            with suppress(ProcessLookupError, ChildProcessError):  # the user's own handler has seen its end
+            with suppress(ProcessLookupError, ChildProcessError):  # the user's own handler has reaped it
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
 
 def _work(tasks: Sequence[Callable[[], float]], waiting: int, results: int, delivered: int) -> None:
-    """What a copy does, and nothing else of what the process that it was made of would do.
+    """Run tasks in a forked copy and kill it, so that it runs nothing else that its parent process would run.
 
-    It ends with that process, whose connections it has, too; and it frees nothing that lies on a device.
+    The copy dies with its parent, whose connections it shares, and frees no device memory.
     """
     try:
         ctypes.CDLL(None).prctl(_WITH_PARENT, signal.SIGKILL)
@@ -114,4 +114,4 @@ def _work(tasks: Sequence[Callable[[], float]], waiting: int, results: int, deli
             (number,) = _NUMBER.unpack(taken)
             os.write(delivered, _RESULT.pack(number, tasks[number]()))
     finally:
-        os.kill(os.getpid(), signal.SIGKILL)  # nothing is flushed, freed or handled
+        os.kill(os.getpid(), signal.SIGKILL)  # flushes no buffers, frees nothing, runs no handlers

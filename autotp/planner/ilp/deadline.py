@@ -1,4 +1,4 @@
-"""When planning has to end: one object, made when it starts, which every loop asks."""
+"""The deadline of planning: one object, created when planning starts, which every loop checks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["NEVER", "Deadline", "Expired"]
 
 
 class Expired(TimeoutError):
-    """The time is over: whoever knows an answer already goes on with that.
+    """Raised when the deadline has passed. Callers that already have a result continue with it.
 
     Attributes:
-        bound: what no answer costs less than, as far as that is known.
+        bound: a lower bound on the cost of every result, in seconds; 0 if none is known.
     """
 
     def __init__(self, message: str, bound: float = 0.0) -> None:
@@ -24,12 +24,12 @@ class Expired(TimeoutError):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A time on a clock.
+    """A point in time on a clock.
 
     Attributes:
-        at: seconds on the clock.
-        clock: gives seconds.
-        shared: the time is short: phases that others follow get a part of it (`part`), otherwise all of it.
+        at: the time, in seconds on the clock; ``inf`` for no limit.
+        clock: returns the current time in seconds.
+        shared: whether time is short, so that a phase followed by others gets only a part of the time left (`part`).
     """
 
     at: float = math.inf
@@ -38,36 +38,36 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Deadline:
-        """So many seconds from now."""
+        """A deadline ``seconds`` from now."""
         return cls(clock() + seconds, clock)
 
     @property
     def left(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self.at - self.clock())
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return self.clock() >= self.at
 
     def check(self, bound: float = 0.0) -> None:
-        """Goes on only while there is time; ``bound``: see `Expired`.
+        """Raise `Expired`, with the given ``bound``, if the deadline has passed.
 
         Raises:
-            Expired: the time is over.
+            Expired: the deadline has passed.
         """
         if self.over:
             raise Expired("no plan was found within the time limit; raise time_limit", bound)
 
     def within(self, seconds: float) -> Deadline:
-        """This deadline, or so many seconds from now if that is earlier."""
+        """This deadline, or one ``seconds`` from now if that is earlier."""
         return replace(self, at=min(self.at, self.clock() + seconds))
 
     def part(self, share: float) -> Deadline:
-        """A share of the time that is left, where that is short."""
+        """A deadline after the given share of the time left, if time is `shared`; otherwise this deadline."""
         return self.within(share * self.left) if self.shared and math.isfinite(self.at) else self
 
 
-#: No limit.
+#: A deadline that never passes.
 NEVER = Deadline()

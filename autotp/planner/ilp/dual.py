@@ -5,14 +5,14 @@ the uses that may want it,
 
     sum over distinct wanted l of C[h,l]  >=  sum_i share_i[h, want_i],     share_i >= 0,  sum_i share_i = C,
 
-which is the dual of the facility-location form of the mixed-integer program. What results is a sum of node
-and pair tables; moving cost between a node and its pairs (messages) leaves every assignment's total alone and
+which is the dual of the facility-location form of the mixed-integer program. The result is a sum of node
+and pair tables. Moving cost between a node and its pairs (messages) keeps every assignment's total, and raises the bound
 
     bound = sum_o min theta_o + sum_pairs min phi                                      (1) Dual.bound
 
-rises. The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message
-passing", PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from where they are slack to where
-they are tight. A strategy whose cheapest completion by the same bound exceeds a known assignment is ruled out.
+The sweeps are the sequential tree-reweighted ones (Kolmogorov, "Convergent tree-reweighted message
+passing", PAMI 2006), exact on trees; :meth:`Dual.rebalance` moves shares from uses where they are slack to uses where
+they are tight. A strategy is pruned if the same bound on its assignments exceeds the cost of a known assignment.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ROUNDING = 1e-13
 
 @dataclass(slots=True)
 class _Port:
-    """What a table distinguishes of one node's strategies: class of each, and how to minimise over
-    classes.
+    """The classes of one node's strategies that a table distinguishes: the class of each strategy (``index``), and the
+    strategies in order of class (``order``), with the start of each class (``starts``).
     """
 
     index: np.ndarray
@@ -46,8 +46,8 @@ class _Port:
 
 @dataclass
 class _Pair:
-    """One use of one tensor as a table ``phi`` between two nodes, over rows and columns of the tensor's ``cost``, which
-    ``wanted`` uses of each column share, cut to ``big``; ``share``, as large, is this use's, once it is asked for.
+    """One use of one tensor: a table ``phi`` between two nodes, over some rows and columns of the tensor's ``cost``, capped
+    at ``big``. ``wanted`` uses share the cost of each column; ``share`` is this use's part, computed when read.
     """
 
     nodes: tuple[int, int]
@@ -61,7 +61,7 @@ class _Pair:
 
     def __post_init__(self) -> None:
         self.phi = self._evenly()
-        if len(self.columns) < len(self.ports[1].starts):  # some of the use's strategies want nothing
+        if len(self.columns) < len(self.ports[1].starts):  # some of the use's strategies require no layout
             self.phi = np.concatenate([self.phi, np.zeros((len(self.rows), 1))], axis=1)
 
     @functools.cached_property
@@ -80,13 +80,13 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A use's part of its tensor's cost, by strategies of producer and consumer."""
+    """The part of a tensor's cost that one use pays, by strategies of producer and consumer."""
 
     pair: _Pair | None
     own: np.ndarray
 
     def at(self, producer: np.ndarray, consumer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Its share of the cost, and how far its table is above the table's least entry."""
+        """The use's share of the cost, and the excess of its table over the table's least entry."""
         if self.pair is None:
             return self.own[consumer], np.zeros(len(consumer))
         row, column = self.pair.ports[0].index[producer], self.pair.ports[1].index[consumer]
@@ -101,18 +101,19 @@ def _port(values: np.ndarray) -> tuple[_Port, np.ndarray]:
 
 @functools.lru_cache(maxsize=4096)
 def _port_of(data: bytes, dtype: np.dtype) -> tuple[_Port, np.ndarray]:
-    # A model has the same few on every mesh.
+    # Cached: a model has the same few ports on every mesh.
     classes, index = np.unique(np.frombuffer(data, dtype), return_inverse=True)
     order = np.argsort(index, kind="stable")
     return _Port(index, order, np.searchsorted(index[order], np.arange(len(classes)))), classes
 
 
 class Dual:
-    """The dual of a problem.
+    """The dual of a problem's linear relaxation.
 
     Args:
         problem: the problem.
-        cap: seconds of a known assignment, or anything above the optimum: larger costs are cut to twice this.
+        cap: the cost of a known assignment in seconds, or another upper bound on the optimum. Costs are capped at twice
+            its excess over the sum of the nodes' least costs.
     """
 
     def __init__(self, problem: Problem, cap: float) -> None:
@@ -124,7 +125,7 @@ class Dual:
             self.offset += least
             self.theta.append(node.cost - least)
         self.big = 2.0 * max(cap - self.offset, 0.0) + 1e-300
-        # Rounding must never turn into a false proof: what sums of numbers this large may lose is taken off.
+        # Rounding must never cause a false proof, so the error of sums of numbers this large is subtracted.
         self.error = _ROUNDING * (abs(self.offset) + self.big)
         self.theta = [np.minimum(theta, self.big) for theta in self.theta]
         self.pairs: list[_Pair] = []
@@ -179,7 +180,7 @@ class Dual:
             theta += least[pair.ports[side].index]
         weight = 1.0 / max(len(ahead), len(behind), 1)
         full = theta.copy()
-        # What a table gives and what it gets is one change: tables are what takes the time.
+        # A table's outgoing and incoming messages are applied as one change, as updates of tables take most of the time.
         for number, (pair, side) in enumerate((*ahead, *behind)):
             change = -lows[number]
             if number < len(ahead):
@@ -190,13 +191,13 @@ class Dual:
         return full
 
     def sweep(self) -> tuple[float, list[np.ndarray]]:
-        """Messages forward and back once; returns the bound, and per node a lower bound on any assignment with each
-        strategy.
+        """Pass messages forward and backward once. Returns the lower bound, and per node a lower bound on the assignments
+        with each strategy, in seconds.
         """
         count = len(self.theta)
         for node in range(count):
             self._visit(node, self.after[node], self.before[node])
-        # Bounds only rise, so what holds before the way back holds at every node on it.
+        # The bound never falls, so the one before the backward sweep holds at every node of it.
         floor = self._of_nodes()
         through: list[np.ndarray] = [np.zeros(0)] * count
         for node in reversed(range(count)):
@@ -205,13 +206,11 @@ class Dual:
         return self._of_nodes(), through
 
     def _of_nodes(self) -> float:
-        """The bound where every table's least entry is 0, as messages leave them."""
+        """The bound if the least entry of every pair table is 0, as it is after messages."""
         return self.offset - self.error + math.fsum(float(theta.min()) for theta in self.theta)
 
     def rebalance(self) -> None:
-        """Move shares of reshards that several uses may share from uses for which they are slack to all of
-        them.
-        """
+        """Move shares of reshards that several uses may share: the slack of each use is divided among all of them."""
         for pairs, width in self.tables:
             pool = np.zeros((len(pairs[0].phi), width))
             wanted = np.zeros(width)
@@ -229,7 +228,7 @@ class Dual:
                 pair.phi[:, : len(pair.columns)] += change
 
     def decode(self) -> tuple[int, ...]:
-        """An assignment read off the messages, node by node, each given the earlier ones."""
+        """An assignment decoded from the messages, node by node, given the strategies of the earlier nodes."""
         choice = [0] * len(self.theta)
         for node in range(len(choice)):
             value = self.theta[node].copy()

@@ -1,18 +1,18 @@
-"""Exact elimination of nodes by min-plus products, when nothing binds the memory.
+"""Exact elimination of nodes by min-plus products, without a memory limit.
 
-Without a memory bound the objective is a sum of tables, one per node and one per tensor, and a node ``o`` can
-be minimised out of it for good (bucket elimination, Dechter 1999): all tables that mention ``o`` become one
+Without a memory limit, the objective is a sum of tables, one per node and one per tensor, and a node ``o`` can
+be eliminated by minimisation (bucket elimination, Dechter 1999): all tables over ``o`` are replaced by one
 table
 
     f(neighbours of o) = min_s ( cost_o[s] + sum over tables of table(s, neighbours) ),
 
-and the tables are kept to restore ``o`` afterwards. A node with one tensor in and one out is the min-plus
-matrix product of the two; a leaf becomes a cost of its only neighbour. A table is not indexed by its nodes'
-strategies but by what it distinguishes of them (rows, columns, pairs of these), which keeps it small.
+and are kept to restore the strategy of ``o`` afterwards. For a node with one tensor in and one out, this is the
+min-plus matrix product of the two; a leaf becomes a cost of its only neighbour. A table is indexed not by the
+strategies of its nodes but by the classes that it distinguishes (rows, columns, pairs of these), so it stays small.
 
-:func:`eliminate_all` does this for every node if the tables stay within a budget of work;
-:func:`eliminate_some` takes out the nodes whose removal leaves at most a table between two nodes and returns
-what is left as a problem.
+:func:`eliminate_all` eliminates every node if that stays within a budget of work;
+:func:`eliminate_some` eliminates the nodes whose elimination leaves a table between at most two nodes, and
+returns the rest as a problem.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autotp.planner.ilp.problem import Node, Problem, Tensor, Use, classes
 __all__ = ["Core", "eliminate_all", "eliminate_some"]
 
 _LARGEST = 3e7  # entries of a table: 240 MB
-_GROWTH = 2.0  # most times that a new table is as large as those that it replaces
-_BLOCK = 1 << 16  # entries that are added up at once, to stay in the cache
+_GROWTH = 2.0  # maximum size of a new table, relative to those that it replaces
+_BLOCK = 1 << 16  # entries that are added at once, so that they stay in the cache
 
 
 @dataclass(slots=True, eq=False)
 class _Factor:
-    """A table over nodes: axis k is indexed by ``index[k][strategy of nodes[k]]``. It is made late, or when read."""
+    """A table over nodes: axis k is indexed by ``index[k][strategy of nodes[k]]``. Entries are computed when needed."""
 
     nodes: tuple[int, ...]
     index: tuple[np.ndarray, ...]
@@ -46,13 +46,13 @@ class _Factor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Merge:
-    """The elimination of a node, whose table is not made yet.
+    """The elimination of a node, before the entries of the new table are computed.
 
     Attributes:
-        node: it.
-        factors: what mentions it.
-        joint: node -> the class of each of its strategies in all of these, and one strategy of each class.
-        made: what takes their place.
+        node: the eliminated node.
+        factors: the tables over it.
+        joint: node of these tables -> the joint class of each of its strategies, and one strategy of each class.
+        made: the table that replaces them.
     """
 
     node: int
@@ -67,10 +67,10 @@ class _Step:
 
     Attributes:
         node: the node.
-        neighbours: those that were left when it went.
+        neighbours: its neighbours when it was eliminated.
         index: per neighbour, the class of each of its strategies.
         leaders, costs: the cheapest strategy of each of the node's own classes, and its cost.
-        tables: ``[own class, class of each neighbour]``, 1 long where a table does not mention the neighbour.
+        tables: ``[own class, class of each neighbour]``, of size 1 along neighbours that a table does not have.
     """
 
     node: int
@@ -81,7 +81,7 @@ class _Step:
     tables: tuple[np.ndarray, ...]
 
     def best(self, choice: Sequence[int]) -> int:
-        """The node's best strategy."""
+        """The node's best strategy, given the strategies of its neighbours."""
         at = [int(index[choice[n]]) for n, index in zip(self.neighbours, self.index, strict=True)]
         total = self.costs
         for table in self.tables:
@@ -92,7 +92,7 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Core:
-    """What is left after elimination: a problem over some of the nodes, and how to complete its choices."""
+    """The result of elimination: a problem over the remaining nodes, and how to complete its assignments."""
 
     problem: Problem
     nodes: tuple[int, ...]
@@ -100,7 +100,7 @@ class Core:
     total: int
 
     def restore(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """A choice for all nodes, best for the given choice of the nodes that are left."""
+        """The best assignment of all nodes, given one of the remaining nodes."""
         full = [0] * self.total
         for node, strategy in zip(self.nodes, choice, strict=True):
             full[node] = int(strategy)
@@ -158,7 +158,7 @@ def _table(factor: _Factor) -> np.ndarray:
 
 
 def _least(costs: np.ndarray, tables: Sequence[np.ndarray], sizes: tuple[int, ...]) -> np.ndarray:
-    """The least sum of costs and tables over their first axis."""
+    """The minimum of the sum of costs and tables, over their first axis."""
     least = np.full(sizes, math.inf)
     block = max(1, _BLOCK // max(1, math.prod(sizes)))
     for start in range(0, len(costs), block):
@@ -192,11 +192,11 @@ class _Pool:
         self.next += 1
 
     def count(self, factor: _Factor) -> None:
-        """Adds the table of one node to what its strategies cost."""
+        """Add a table over a single node to the costs of its strategies."""
         self.unary[factor.nodes[0]] = self.unary[factor.nodes[0]] + _table(factor)[factor.index[0]]
 
     def estimate(self, node: int) -> tuple[dict[int, int], int]:
-        """Axis sizes of the table that eliminating ``node`` would leave, and the work of making it."""
+        """Axis sizes of the table that eliminating ``node`` would leave, and the entries visited to compute it."""
         sizes: dict[int, int] = {}
         for number in self.of_node[node]:
             factor = self.factors[number]
@@ -207,7 +207,7 @@ class _Pool:
         return sizes, work
 
     def merge(self, node: int) -> _Merge:
-        """Takes a node out, and says how large a table that leaves."""
+        """Eliminate a node symbolically: replace its tables by one whose shape is known, but not its entries."""
         factors = tuple(self.factors.pop(number) for number in self.of_node[node])
         columns: dict[int, list[np.ndarray]] = {node: [np.arange(len(self.unary[node]))]} if not factors else {}
         for factor in factors:
@@ -225,7 +225,7 @@ class _Pool:
         return _Merge(node, factors, joint, made)
 
     def eliminate(self, merge: _Merge) -> None:
-        """Makes the table; those that it is made of are there."""
+        """Compute the entries of the new table; those of the tables that it replaces must be known."""
         node, joint, made = merge.node, merge.joint, merge.made
         own, own_first = joint[node]
         order = np.argsort(self.unary[node], kind="stable")[::-1]
@@ -245,13 +245,13 @@ class _Pool:
         costs = self.unary[node][leader]
         made.table = _least(costs, aligned, sizes)
         self.steps.append(_Step(node, neighbours, made.index, leader, costs, tuple(aligned)))
-        # Without neighbours the table is a constant, which nothing is left to carry and nobody needs.
+        # Without neighbours, the table is a constant, which is not needed.
         if len(neighbours) == 1:
             self.count(made)
 
 
 def _merges(pool: _Pool, budget: float, deadline: Deadline) -> list[_Merge] | None:
-    """All nodes in the order in which they leave the least work; None if that, or a table, is too much."""
+    """Eliminations of all nodes, that of least work next; None if work or tables are too large or the deadline passes."""
     cached = {node: pool.estimate(node)[1] for node in pool.left}
     spent, merges = 0.0, []
     while pool.left:
@@ -268,8 +268,8 @@ def _merges(pool: _Pool, budget: float, deadline: Deadline) -> list[_Merge] | No
 
 
 def eliminate_all(problem: Problem, *, budget: float, deadline: Deadline = NEVER) -> tuple[int, ...] | None:
-    """The optimal choice, memory ignored, or None when some table would take more than ``budget`` entries
-    of work, or the deadline passes.
+    """The optimal assignment, ignoring memory. None if elimination would visit more than ``budget`` entries in all or make
+    too large a table, or if the deadline passes.
     """
     pool = _Pool(problem)
     merges = _merges(pool, budget, deadline)
@@ -283,12 +283,12 @@ def eliminate_all(problem: Problem, *, budget: float, deadline: Deadline = NEVER
 
 
 def eliminate_some(problem: Problem, *, work: float = 4e6, deadline: Deadline = NEVER) -> Core:
-    """Eliminate nodes of at most two neighbours while the tables that this leaves stay small.
+    """Eliminate nodes with at most two neighbours as long as the new tables are small.
 
     Args:
-        problem: its memory bound must be ``inf``.
-        work: most entries that one elimination may visit.
-        deadline: when to leave the rest.
+        problem: the problem; its memory is ignored.
+        work: the maximum number of entries that one elimination may visit.
+        deadline: when to stop; the remaining nodes are kept.
     """
     pool = _Pool(problem)
     queue = sorted(pool.left)
@@ -306,7 +306,7 @@ def eliminate_some(problem: Problem, *, work: float = 4e6, deadline: Deadline = 
 
 
 def _joined(pool: _Pool) -> None:
-    """Makes one table of those between the same two nodes, whose bound is closer than the sum of theirs."""
+    """Join tables between the same two nodes into one, whose bound is tighter than the sum of their bounds."""
     between: dict[frozenset[int], dict[int, _Factor]] = {}
     for number, factor in pool.factors.items():
         if len(factor.nodes) == 2:

@@ -1,4 +1,4 @@
-"""Good choices at once, without proof, at any price of memory."""
+"""A fast heuristic: good assignments without a proof, for any price of memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SWEEPS = 4
 
 
 class Hasty:
-    """Choices that a few sweeps of duality show, at whatever price of memory.
+    """Finds good assignments by a few dual sweeps and local search, for any price of memory.
 
     Args:
-        problem: what to choose.
+        problem: the problem.
 
     Raises:
-        Infeasible: when the layouts admit no assignment.
+        Infeasible: if no assignment has a finite cost.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -34,7 +34,7 @@ class Hasty:
         self.small = compact(problem, masks, sized=True)
 
     def at(self, price: float) -> tuple[int, ...]:
-        """The choice at so many seconds per byte."""
+        """A good assignment, as a strategy index per node, if each byte of ``memory`` costs ``price`` seconds."""
         dearer = _priced(self.small.problem, price)
         dual = Dual(dearer, _most(dearer))
         for _ in range(_SWEEPS):
@@ -44,7 +44,7 @@ class Hasty:
 
 
 def _priced(problem: Problem, price: float) -> Problem:
-    """The problem with ``price`` seconds added per resting byte."""
+    """The problem with ``price`` seconds added per byte of ``memory``."""
     if not price:
         return problem
     nodes = tuple(replace(node, cost=node.cost + price * node.memory) for node in problem.nodes)
@@ -53,7 +53,7 @@ def _priced(problem: Problem, price: float) -> Problem:
 
 
 def _most(problem: Problem) -> float:
-    """Seconds that no choice takes more than."""
+    """An upper bound on the cost of every feasible assignment, in seconds."""
     total = sum(float(node.cost[np.isfinite(node.cost)].max()) for node in problem.nodes)
     for tensor in problem.tensors:
         total += float(np.where(np.isfinite(tensor.cost), tensor.cost, 0.0).max(axis=0).sum())

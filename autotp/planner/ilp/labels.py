@@ -1,12 +1,12 @@
-"""Settle what pruning leaves exactly: elimination by labels, pruned with reduced costs.
+"""Exact search among the strategies that pruning leaves: elimination of nodes by labels, pruned with reduced costs.
 
-A label is a partial choice that matters only through the nodes it still shares with the rest: (their strategies; seconds).
-Tables of labels are joined on a node, the node is dropped, and of the labels that agree in what is left, the cheapest
-stays. That is bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999).
+A label is a partial assignment, given by its cost in seconds and the strategies of the nodes shared with other tables.
+Tables of labels are joined on a node, the node is dropped, and of the labels that agree in all remaining nodes, the
+cheapest is kept. This is bucket elimination (Dechter, "Bucket elimination: a unifying framework for reasoning", 1999).
 
-What keeps the tables small is duality: after :class:`autotp.planner.ilp.dual.Dual` has converged, every part of the
-objective has a reduced cost of at least 0, and the parts sum to what an assignment exceeds the bound by. A
-label whose parts sum to more than the gap cannot belong to anything better than the best choice known.
+Duality keeps the tables small: after :class:`autotp.planner.ilp.dual.Dual` has converged, every part of the objective has
+a reduced cost of at least 0, and the parts sum to the amount by which an assignment exceeds the lower bound. A label
+whose parts sum to more than the gap cannot be part of an assignment better than the best known one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["settle"]
 
 
 class _TooMany(Exception):
-    """A table outgrew the limit, or the time is over."""
+    """A table has exceeded its size limit, or the deadline has passed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """Labels: strategies of ``nodes`` per row, and where each row came from."""
+    """Labels, one per row: strategies of ``nodes``, cost, reduced cost, and the rows of the parent tables joined in it."""
 
     nodes: tuple[int, ...]
     at: np.ndarray
@@ -94,7 +94,7 @@ class _Labels:
         return self.kept(table)
 
     def drop(self, table: _Table, node: int) -> _Table:
-        """Forget the strategy of ``node``; of the labels that then look the same keep the cheapest."""
+        """Drop ``node`` from a table; of the labels that agree in all other nodes, keep the cheapest."""
         rest = tuple(n for n in table.nodes if n != node)
         key = self.key(table, rest)
         order = np.lexsort((table.seconds, key))
@@ -151,7 +151,7 @@ def _tables(labels: _Labels, dual: Dual) -> list[_Table]:
             index = np.flatnonzero(labels.allowed(table))
             table, shares = table.rows(index, []), shares[index]
             wanted = [earlier[index] for earlier in wanted]
-        # What the split of shared costs among the uses leaves out is reduced cost too.
+        # The part of the shared costs that their split among the uses does not cover is reduced cost, too.
         missing = table.seconds - shares
         table.reduced = table.reduced + np.maximum(missing, 0.0)
         tables.append(labels.kept(table))
@@ -166,17 +166,18 @@ def settle(
     limit: int,
     deadline: Deadline,
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """The cheapest choice below ``target``, or the proof that there is none.
+    """Find the cheapest assignment that costs less than ``target``, or prove that there is none.
 
     Args:
-        problem: what to choose.
-        dual: of the same problem, converged.
-        target: objective value to beat.
-        limit: most labels in a table.
+        problem: the problem.
+        dual: the converged dual of the same problem.
+        target: the cost to beat, in seconds.
+        limit: the maximum number of labels in a table.
         deadline: when to give up.
 
     Returns:
-        whether it was settled (False: a table outgrew the limit, or the time was over), and the best choice.
+        whether the search was completed (False: a table exceeded the limit, or the deadline passed), and the cheapest
+        assignment, or None.
     """
     gap = target - dual.bound()
     labels = _Labels(problem, gap, limit, deadline)

@@ -1,4 +1,4 @@
-"""Good assignments quickly: one node after the other takes its best strategy given the rest."""
+"""Local search: each node in turn takes its best strategy, given the strategies of all other nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SWEEPS = 10
 
 
 class _Neighbourhood:
-    """Vectors over one node's strategies of what the whole assignment would cost, all else held."""
+    """The costs of a node's strategies, with those of its tensors, while all other nodes keep their strategies."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -56,12 +56,12 @@ class _Neighbourhood:
 
 
 def improve(problem: Problem, start: tuple[int, ...], deadline: Deadline = NEVER) -> tuple[int, ...]:
-    """Descend from ``start``; the result costs no more.
+    """Improve an assignment by local search. The result costs at most as much as ``start``.
 
     Args:
-        problem: what to choose.
-        start: a choice.
-        deadline: when to end with what is known.
+        problem: the problem.
+        start: the initial assignment.
+        deadline: when to return the best assignment so far.
     """
     around = _Neighbourhood(problem)
     choice = list(start)

@@ -1,7 +1,7 @@
-"""The cheapest choice where several sums limit: one mixed-integer program over all of them, for an OR-Tools solver.
+"""Minimise a sum of maxima of objectives under bounds on others: one mixed-integer program, for an OR-Tools solver.
 
-A *form* is a problem without a bound: what it says a choice costs. With ``x[o,s]`` binary, ``w[t,l]`` and ``y[t,h,l]`` as
-in :mod:`autotp.planner.ilp.mip`, where tensors with the same ends and layouts share theirs among all forms,
+A *form* is the objective of a problem: the cost of an assignment. With ``x[o,s]`` binary, ``w[t,l]`` and ``y[t,h,l]`` as
+in :mod:`autotp.planner.ilp.mip`, shared by all forms for tensors with the same producer, uses and layouts,
 
     minimise  sum_g theta[g]
     s.t.      sum_s x[o,s] = 1                                                   for every node o              (1)
@@ -9,9 +9,9 @@ in :mod:`autotp.planner.ilp.mip`, where tensors with the same ends and layouts s
               sum_h y[t,h,l] = w[t,l],   y[t,h,l] <= sum_{s: o has h} x[o,s]     for every t, h, l             (3)
               theta[g] >= sum cost_f x + sum cost_f y                            for every form f of group g   (4)
               sum cost_m x + sum cost_m y <= bound_m                             for every form m that is bounded (5)
-              sum_o x[o, choice_o] <= nodes - 1                                  for every choice left out     (6)
+              sum_o x[o, choice_o] <= nodes - 1                                  for every excluded choice     (6)
 
-A step is a sum over passes, each as long as the greatest of what limits it, (4); memory has a bound at every moment, (5).
+The time of a step is a sum over passes, each as long as its longest side (4); memory is bounded at every moment (5).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autotp.planner.ilp.problem import Problem, Tensor
 
 __all__ = ["minimax"]
 
-_LARGE = 1e3  # of the greatest figure, by which a form is scaled
+_LARGE = 1e3  # the largest node cost of the first form, after scaling
 
 
 def minimax(
@@ -40,14 +40,14 @@ def minimax(
     *,
     deadline: Deadline,
 ) -> tuple[float, tuple[int, ...] | None]:
-    """A lower bound of the sum over groups of the greatest form, and the choice that was found.
+    """Minimise the sum over groups of the largest form. Returns a lower bound, and the best assignment found, or None.
 
     Args:
-        groups: of each group its forms; all forms have the same nodes.
-        bounded: forms with the most that they may sum to.
-        alive: of each node the choices that may be taken.
-        excluded: choices that are of no interest.
-        deadline: when the best choice so far is returned; stating the program, which is small, does not count.
+        groups: the forms of each group; all forms have the same nodes.
+        bounded: forms, each with an upper bound.
+        alive: per node, a mask of the strategies to consider.
+        excluded: assignments to exclude.
+        deadline: when to return the best assignment so far; the time to state the program, which is small, is not counted.
     """
     left, program = time_limit_of(deadline), _Program(alive)
     scale = max(float(np.max(node.cost[mask], initial=0.0)) for node, mask in zip(groups[0][0].nodes, alive, strict=True))
@@ -78,7 +78,7 @@ def minimax(
 
 @dataclass(slots=True)
 class _Program:
-    """Constraints (1) to (3), made as forms ask for them."""
+    """The variables, and the constraints (1) to (3), added when a form needs them."""
 
     alive: Sequence[np.ndarray]
     model: mathopt.Model = field(default_factory=mathopt.Model)
@@ -92,7 +92,7 @@ class _Program:
             self.x.append(rows)
 
     def sum(self, form: Problem, scale: float) -> mathopt.LinearExpression:
-        """What a form sums to."""
+        """The linear expression of a form, times ``scale``."""
         terms = [
             scale * float(node.cost[row]) * variable
             for node, rows in zip(form.nodes, self.x, strict=True)
@@ -108,7 +108,7 @@ class _Program:
         return mathopt.fast_sum(terms)
 
     def of(self, tensor: Tensor) -> dict[tuple[int, int], mathopt.Variable]:
-        """``y`` of a tensor: which of its layouts that are not impossible it has and is wanted in."""
+        """The variables ``y`` of a tensor by (row, column), for all reshards that are possible."""
         finite = np.isfinite(tensor.cost)
         key = (
             tensor.producer,
@@ -135,7 +135,7 @@ class _Program:
         return found
 
     def by(self, node: int, index: np.ndarray) -> dict[int, mathopt.LinearExpression]:
-        """Sums of a node's choices that have the same index."""
+        """Index -> the sum of the node's variables ``x`` whose strategies have it."""
         grouped: dict[int, list[mathopt.Variable]] = {}
         for row, variable in self.x[node].items():
             grouped.setdefault(int(index[row]), []).append(variable)

@@ -1,4 +1,4 @@
-"""The part that enumeration does not settle, as a mixed-integer program for an OR-Tools solver.
+"""The part of a problem that the other methods leave, as a mixed-integer program for an OR-Tools solver.
 
 With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (use i of t, node ``o_i``) and
 ``P[t,h] = sum of x[producer(t),s] over s having row h``:
@@ -11,8 +11,8 @@ With ``x[o,s]`` binary, ``X_i[t,l] = sum of x[o_i,s] over s wanting column l`` (
 
 (4) is the facility-location form of the reshard: the product ``P w`` relaxed as tightly as two-index
 constraints allow; (5) is the transportation polytope, the convex hull for two nodes. ``y`` of an impossible
-reshard does not exist, and cells of one column of a shared tensor with the same cost are one variable, which loses nothing
-in (4).
+reshard does not exist, and cells of one column of a shared tensor with the same cost are one variable, which does not
+weaken (4).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from autotp.planner.ilp.problem import Problem, Tensor
 
 __all__ = ["MipResult", "build", "run", "time_limit_of"]
 
-_LONGEST = 1e6  # seconds, which a solver takes for its limit instead of infinity
-_SCALE = 1e4  # what the reference cost becomes: a reduced-cost tolerance of 1e-7 is then 1e-11 of the optimum
+_LONGEST = 1e6  # seconds; the longest time limit, as solvers do not accept infinity
+_SCALE = 1e4  # the reference cost after scaling: a reduced-cost tolerance of 1e-7 is then 1e-11 of the optimum
 
 
 @dataclass(frozen=True, slots=True)
 class MipResult:
-    """Outcome of one run: the choice (None if none was found), the proven lower bound in seconds, and
-    whether it is over.
+    """The result of one run: the assignment (None if none was found), the proven lower bound in seconds, and
+    whether the solver finished.
     """
 
     choice: tuple[int, ...] | None
@@ -47,7 +47,7 @@ class MipResult:
 
 
 class _Rows:
-    """Variables and constraints in the flat arrays that the solver's model format wants."""
+    """Variables and constraints as the flat arrays of the solver's model format."""
 
     def __init__(self) -> None:
         self.cost: list[float] = []
@@ -98,9 +98,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A built program: its rows, the ``x`` variables of each node, and what one unit of its objective is
-    in seconds.
-    """
+    """A built program: its rows, the ``x`` variables of each node, and the unit of its objective in seconds."""
 
     rows: _Rows
     x: tuple[tuple[int, ...], ...]
@@ -129,8 +127,8 @@ class _Builder:
             self.x.append(tuple(xs))
 
     def indicator(self, node: int, index: np.ndarray) -> dict[int, int]:
-        """A variable per value of ``index`` that is 1 when the node's strategy has it (``x`` itself where
-        it is one).
+        """Value of ``index`` -> a variable that is 1 if the node's strategy has the value (``x`` itself if only one does).
+        Negative values have none.
         """
         groups: dict[int, list[int]] = {}
         for x, value in zip(self.x[node], index.tolist(), strict=True):
@@ -209,12 +207,12 @@ def build(
 
     Args:
         problem: the problem.
-        reference: seconds of about the size of the optimum, for scaling.
-        excluded: choices that are not allowed.
+        reference: an estimate of the optimum in seconds, for scaling.
+        excluded: assignments to exclude.
         deadline: see Raises.
 
     Raises:
-        Expired: the deadline passed before it was stated.
+        Expired: the deadline passed before the program was complete.
     """
     unit = reference / _SCALE if reference > 0 and math.isfinite(reference) else 1.0
     builder = _Builder(problem, unit)
@@ -229,7 +227,7 @@ def build(
 
 
 def time_limit_of(deadline: Deadline) -> datetime.timedelta:
-    """What is left until a deadline, for a solver."""
+    """The time left until a deadline, as the time limit of a solver."""
     return datetime.timedelta(seconds=min(max(deadline.left, 0.01), _LONGEST))
 
 
@@ -238,13 +236,13 @@ def run(model: Model, *, deadline: Deadline) -> MipResult:
 
     Args:
         model: from :func:`build`.
-        deadline: when the best choice so far is returned.
+        deadline: when to return the best assignment so far.
 
     Returns:
-        the best choice found; ``finished`` with no choice means that none exists (the bound is then ``inf``).
+        the best assignment found; ``finished`` without one means that none exists (the bound is then ``inf``).
 
     Raises:
-        Expired: the deadline has passed already.
+        Expired: the deadline has already passed.
     """
     proto = mathopt.Model.from_model_proto(model.rows.proto())
     deadline.check()
@@ -252,7 +250,7 @@ def run(model: Model, *, deadline: Deadline) -> MipResult:
         time_limit=time_limit_of(deadline),
         relative_gap_tolerance=0.0,
         absolute_gap_tolerance=0.0,
-        presolve=mathopt.Emphasis.OFF,  # what is handed over is presolved; the solver's own took as long as the search
+        presolve=mathopt.Emphasis.OFF,  # the program is presolved; the solver's own presolve took as long as the search
     )
     result = mathopt.solve(proto, mathopt.SolverType.HIGHS, params=params)
     reason = result.termination.reason

@@ -1,7 +1,7 @@
 """Make a problem smaller without losing its optimum.
 
-* :func:`consistent` removes strategies that no neighbour can ever be joined to by a finite reshard.
-* :func:`compact` cuts the arrays down to what is left, merges equal rows and columns, and drops tensors that cost nothing.
+* :func:`consistent` removes strategies that need an impossible reshard with every strategy of some neighbour.
+* :func:`compact` restricts arrays to the strategies left, merges equal rows and columns, and drops tensors without cost.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ Alive = list[np.ndarray]  # per node a boolean mask over its strategies
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A smaller problem and, per node, the original index of each strategy that is left."""
+    """A smaller problem and, per node, the original index of each of its strategies."""
 
     problem: Problem
     kept: tuple[np.ndarray, ...]
 
     def restore(self, choice: tuple[int, ...]) -> tuple[int, ...]:
-        """A choice of the smaller problem in terms of the original."""
+        """The assignment of the original problem for one of the smaller problem."""
         return tuple(int(kept[strategy]) for kept, strategy in zip(self.kept, choice, strict=True))
 
 
 def consistent(problem: Problem, alive: Alive) -> bool:
-    """Clear, in place, strategies that cannot be part of any finite assignment; False when a node has none
-    left.
-    """
+    """Clear, in ``alive``, strategies that are part of no assignment of finite cost. False if a node has none left."""
     for node, mask in zip(problem.nodes, alive, strict=True):
         mask &= np.isfinite(node.cost)
     changed = True
@@ -58,7 +56,7 @@ def consistent(problem: Problem, alive: Alive) -> bool:
 
 
 def _met(numbers: np.ndarray, most: int) -> np.ndarray:
-    """Which of the numbers below ``most`` there are; -1 is none."""
+    """``[most]``: whether each number from 0 to ``most - 1`` is among ``numbers``, which may also hold -1."""
     met = np.zeros(most + 1, dtype=bool)
     met[numbers] = True
     return met[:-1]
@@ -73,7 +71,7 @@ def _relabel(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compact(problem: Problem, alive: Alive, *, sized: bool = False) -> Reduced:
-    """The problem restricted to ``alive``; unless ``sized``, all bytes are left out of it."""
+    """The problem restricted to the strategies in ``alive``; its memory is 0 unless ``sized``."""
     kept = tuple(np.flatnonzero(mask) for mask in alive)
     nodes = tuple(
         Node(node.name, node.cost[k], node.memory[k] if sized else np.zeros(len(k)))

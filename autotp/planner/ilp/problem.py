@@ -1,7 +1,7 @@
 """The integer program in the abstract: nodes that choose one strategy each, and tensors that link them.
 
-Given one strategy ``s(o)`` per node, a tensor ``t`` rests in row ``have[s(producer)]`` and is wanted in the
-set ``L(t)`` of *distinct* columns ``want[s(consumer)]`` over its uses (-1 is left out). Then
+Given one strategy ``s(o)`` per node, a tensor ``t`` has the layout of row ``have[s(producer)]`` and is required in
+those of the set ``L(t)`` of *distinct* columns ``want[s(consumer)]`` over its uses (-1 is ignored). Then
 
     seconds = sum_o cost_o[s(o)] + sum_t sum_{l in L(t)} cost_t[have, l]                              (1)
     memory  = sum_o memory_o[s(o)] + sum_t sum_{l in L(t)} memory_t[have, l]
@@ -20,7 +20,7 @@ import numpy as np
 
 __all__ = ["Evaluation", "Node", "Problem", "Tensor", "Use", "classes", "distinct_wants", "evaluate", "validate"]
 
-_FEW = 8  # numbers up to so many times as many as there are: then they are counted, and not sorted
+_FEW = 8  # numbers up to this multiple of their count are not sorted, but marked in an array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,9 +28,9 @@ class Node:
     """An operator, a parameter or an input: exactly one of its ``S`` strategies is chosen.
 
     Attributes:
-        name: what error messages call it.
+        name: its name in error messages.
         cost: ``[S]`` seconds; ``inf`` forbids a strategy.
-        memory: ``[S]`` bytes that rest on each device.
+        memory: ``[S]`` bytes that are kept on each device.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Use:
 
     Attributes:
         node: index of the consuming node.
-        want: ``[S]`` column of the tensor's matrices that each strategy of the consumer asks for; -1 asks for
-            none.
+        want: ``[S]`` column of the tensor's matrices that each strategy of the consumer requires; -1 if it
+            requires none.
     """
 
     node: int
@@ -54,17 +54,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor: produced once, wanted in several layouts, resharded once per distinct wanted layout.
+    """One tensor: produced once, required in several layouts, resharded once per distinct required layout.
 
     Attributes:
-        name: what error messages call it.
+        name: its name in error messages.
         producer: index of the producing node.
-        have: ``[S]`` row of the matrices that each strategy of the producer leaves the tensor in.
+        have: ``[S]`` row of the matrices: the layout in which each strategy of the producer returns the tensor.
         uses: the consumers; one node may appear twice, and may be the producer itself.
-        cost: ``[H, W]`` seconds of the reshard from row to column with its gradient mirror; ``inf`` =
-            impossible.
-        memory: ``[H, W]`` bytes held until the backward pass, counted once per distinct wanted column.
-        temporary: ``[H, W]`` bytes that live only while the reshard's result is in use; the largest one
+        cost: ``[H, W]`` seconds of the reshard from row to column and of the opposite one of the gradient; ``inf`` if
+            it is impossible.
+        memory: ``[H, W]`` bytes held until the backward pass, counted once per distinct required column.
+        temporary: ``[H, W]`` bytes held only while the reshard's result is in use; only the largest one
             counts.
     """
 
@@ -85,7 +85,7 @@ class Problem:
     tensors: tuple[Tensor, ...]
 
     def variables(self, alive: Sequence[np.ndarray]) -> int:
-        """How many choices may be taken, of each node some, and changes of layouts between them."""
+        """The number of strategies in the masks ``alive`` of all nodes, plus that of reshards between their layouts."""
         changes = 0
         for tensor in self.tensors:
             wanted = {column for use in tensor.uses for column in use.want[alive[use.node]].tolist()}
@@ -95,39 +95,39 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a full assignment costs: seconds (``inf`` when a chosen reshard is impossible) and bytes per device."""
+    """The cost of a full assignment: seconds (``inf`` if a chosen reshard is impossible) and bytes per device."""
 
     seconds: float
     memory: float
 
 
 def distinct_wants(tensor: Tensor, choice: Sequence[int]) -> list[int]:
-    """The distinct columns that the consumers of ``tensor`` want under ``choice``, in ascending order."""
+    """The distinct columns that the consumers of ``tensor`` require under ``choice``, in ascending order."""
     return sorted({column for use in tensor.uses if (column := int(use.want[choice[use.node]])) >= 0})
 
 
 def classes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each number its class, in ascending order of the numbers, and of each class the first that has it.
+    """Classes of equal numbers, in ascending order: the class of each number, and the index of each class's first number.
 
     Args:
-        values: not below -1.
+        values: integers not below -1.
     """
     most = int(values.max(initial=-1)) + 1
     if most > _FEW * len(values):
         _, first, index = np.unique(values, return_index=True, return_inverse=True)
         return index.reshape(-1), first
     met = np.zeros(most + 1, dtype=bool)
-    met[values] = True  # the last one is for -1
+    met[values] = True  # the last entry is for -1
     number = np.cumsum(met) - 1 + met[-1]
     number[-1] = 0
     index = number[values]
     first = np.empty(int(met.sum()), dtype=np.intp)
-    first[index[::-1]] = np.arange(len(values) - 1, -1, -1)  # the first is written last
+    first[index[::-1]] = np.arange(len(values) - 1, -1, -1)  # reversed, so that the first index is written last
     return index, first
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
-    """The true objective (1) and memory (2) of a full assignment.
+    """The exact objective (1) and memory (2) of a full assignment.
 
     Args:
         problem: the problem.

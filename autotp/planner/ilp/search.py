@@ -1,8 +1,8 @@
-"""Prove an optimum: bounds by duality, pruning, and a mixed-integer program for what they leave.
+"""Find an optimum and prove it: dual bounds, pruning, and exact methods for the strategies that are left.
 
-Strategies whose own bound (:class:`autotp.planner.ilp.dual.Dual`) exceeds the best choice known go, and the rest is settled
-by labels (:mod:`autotp.planner.ilp.labels`) where they stay few, by elimination where that is cheap, and as one
-mixed-integer program (:mod:`autotp.planner.ilp.mip`) otherwise.
+A strategy is pruned if the lower bound on its assignments (:class:`autotp.planner.ilp.dual.Dual`) exceeds the cost of the
+best known assignment. The rest is settled by labels (:mod:`autotp.planner.ilp.labels`) if their tables stay small, by
+elimination if that is cheap, and otherwise as one mixed-integer program (:mod:`autotp.planner.ilp.mip`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from autotp.planner.ilp.problem import Problem, evaluate
 
 __all__ = ["CLOSEST", "Search", "Settings"]
 
-# Labels that are tried at once. Where they do not suffice, limits rise in steps from the bound to the best choice known:
-# pruning against a low limit leaves far less, and a good choice makes what is left without a limit small too.
+# The maximum number of labels in the first attempt. If it fails, a limit on the cost rises in steps from the lower bound to
+# the best known cost: pruning with a low limit leaves far fewer strategies, and a good assignment found this way also
+# leaves few without a limit.
 _QUICK = 100_000
 _PARTS = (0.05, 0.2, 0.5, 1.0)
 _SWEEPS = 60
-_FEWER = 0.7  # of a program's strategies: where fewer are left, sweeping those anew is quicker
-#: Relative; bounds as close as this are not left to the solver, which takes for whole what is off by 1e-6: of a large cost,
-#: that is more.
+_FEWER = 0.7  # the share of strategies left below which a new dual of these is faster than more sweeps
+#: The relative gap below which the solver is not called: it accepts values within 1e-6 of an integer, and 1e-6 of a large
+#: cost is more than this gap.
 CLOSEST = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Knobs of the search.
+    """Settings of the search.
 
     Attributes:
-        deadline: when to end with what is known.
-        cutoff: objective values at or above this are of no interest.
-        tolerance: relative; the search is over when its bound is this close to the best value.
-        labels: most labels in a table, see :mod:`autotp.planner.ilp.labels`.
-        work: most entries that exact elimination may visit before a solver is the better bet.
+        deadline: when to stop with the best assignment and bound so far.
+        cutoff: seconds; assignments that cost this or more are not searched for.
+        tolerance: the relative gap between the bound and the best cost at which the search ends.
+        labels: the maximum number of labels in a table, see :mod:`autotp.planner.ilp.labels`.
+        work: the maximum number of entries that exact elimination may visit; beyond it, the solver is called instead.
     """
 
     deadline: Deadline
@@ -56,14 +57,14 @@ class Settings:
 
 @dataclass(slots=True)
 class Space:
-    """The strategies that are left, bounds of the choices with each of them, and a bound of all."""
+    """The strategies that are left, a lower bound on the assignments with each of them, and one on all of these."""
 
     alive: list[np.ndarray]
     floors: list[np.ndarray]
     bound: float
 
     def copy(self) -> Space:
-        """The same with arrays of its own."""
+        """A copy with its own arrays."""
         alive, floors = [mask.copy() for mask in self.alive], [floor.copy() for floor in self.floors]
         return replace(self, alive=alive, floors=floors)
 
@@ -74,13 +75,13 @@ class Search:
 
     Attributes:
         problem: the problem, in full.
-        settings: knobs.
-        value: seconds of the best choice found.
-        choice: it.
-        bound: proven lower bound (after :meth:`run`).
-        variables: of the largest program handed to a solver.
-        method: the heaviest means that was needed: duality, labels, elimination or mip.
-        limit: seconds from which on a choice is of no interest for now.
+        settings: the settings.
+        value: the cost of the best assignment found, in seconds; ``inf`` if there is none.
+        choice: the best assignment found.
+        bound: the proven lower bound in seconds (after :meth:`run`).
+        variables: the number of variables of the largest program passed to the solver.
+        method: the most expensive method used: duality, labels, elimination or mip.
+        limit: seconds; a temporary cutoff.
     """
 
     problem: Problem
@@ -99,7 +100,7 @@ class Search:
             self.value, self.choice = value, tuple(choice)
 
     def target(self) -> float:
-        """A bound that reaches this settles the search (``inf``: only the lack of any choice does)."""
+        """The lower bound that settles the search, in seconds (``inf``: only a proof of infeasibility settles it)."""
         best = min(self.value, self.settings.cutoff, self.limit)
         return best - self.settings.tolerance * abs(best) if math.isfinite(best) else math.inf
 
@@ -110,7 +111,7 @@ class Search:
         self.bound = self.value
 
     def run(self, among: Sequence[np.ndarray] | None = None) -> None:
-        """Search until everything is settled or time is over; ``among``: masks of the strategies that are of interest."""
+        """Search until the problem is settled or the deadline passes; ``among``: per node, the strategies to consider."""
         masks = [np.isfinite(node.cost) for node in self.problem.nodes]
         for mask, interest in zip(masks, among or masks, strict=True):
             mask &= interest
@@ -121,7 +122,7 @@ class Search:
         self.bound = min(self.value, max(self.bound, root.bound))
 
     def _rounds(self, root: Space) -> None:
-        """Settle what is cheaper than rising limits, until something is found, and in the end without a limit."""
+        """Search below limits that rise until the problem is settled, finally without a limit."""
         for part in _PARTS:
             if self.settings.deadline.over:
                 return
@@ -130,7 +131,7 @@ class Search:
             reduced = self._tighten(space)
             if reduced is not None and not self.settings.deadline.over:
                 self._close(space, reduced)
-            # What the limit has pruned may cost just as much as the limit, whatever the rest is bounded by.
+            # Assignments pruned by the limit may cost as little as the limit, even if the bound of the rest is higher.
             self.bound = max(self.bound, min(space.bound, self.limit, self.value))
             last, self.limit = math.isinf(self.limit), math.inf
             if last or self.bound >= self.target() or self._closest(root.bound):
@@ -141,8 +142,8 @@ class Search:
         return math.isfinite(best) and best - bound <= CLOSEST * abs(best)
 
     def _tighten(self, space: Space) -> Reduced | None:
-        """Bound and prune until neither helps much; None when the space is settled, its bound then saying
-        at what.
+        """Bound and prune until few strategies are pruned. Returns the reduced problem; None if the space is settled, with
+        its bound at the target or above.
         """
         size = math.inf
         for mask, floor in zip(space.alive, space.floors, strict=True):
@@ -160,9 +161,7 @@ class Search:
                 return None
 
     def _ascend(self, space: Space, reduced: Reduced, dual: Dual) -> None:
-        """Sweep until the bound reaches the target or hardly rises, and read choices off the
-        messages.
-        """
+        """Sweep until the bound reaches the target or hardly rises, and decode assignments from the messages."""
         last, size = -math.inf, sum(map(len, reduced.kept))
         for number in range(1, _SWEEPS + 1):
             bound, through = dual.sweep()
@@ -204,7 +203,7 @@ class Search:
             self._finish(space, reduced)
 
     def _label(self, space: Space, reduced: Reduced, most: int) -> bool:
-        """Settle what is left by labels if no table has more than so many."""
+        """Settle the reduced problem by labels, at most ``most`` per table. Returns whether it is settled."""
         small, target = reduced.problem, self.target()
         if not math.isfinite(target):
             return False
@@ -230,8 +229,8 @@ class Search:
         return settled
 
     def _finish(self, space: Space, reduced: Reduced) -> None:
-        """Hand the rest to the solver, which has tolerances: every choice it finds is priced exactly and
-        excluded.
+        """Settle the reduced problem by elimination, or else by the solver. The solver has tolerances, so each assignment
+        that it finds is evaluated exactly, and then excluded.
         """
         choice = eliminate_all(reduced.problem, budget=self.settings.work, deadline=self.settings.deadline)
         if choice is not None:
@@ -254,15 +253,13 @@ class Search:
             if result.choice is not None:
                 self.offer(reduced.restore(result.choice))
                 found.append(result.choice)
-            # What is excluded has been offered, so the best value stands for it.
+            # Excluded assignments have been offered, so the best value covers them.
             space.bound = max(space.bound, min(result.bound, self.target()))
             if result.choice is None or not result.finished or result.bound >= self.target():
                 break
 
     def _trimmed(self, small: Problem) -> Problem:
-        """Without reshards that alone cost more than the best choice, which would only spoil the solver's
-        scale.
-        """
+        """The problem without reshards that no assignment below the target uses: they only worsen the solver's scaling."""
         room = self.target() - sum(float(node.cost.min()) for node in small.nodes)
         tensors = tuple(replace(t, cost=np.where(t.cost > room, math.inf, t.cost)) for t in small.tensors)
         return replace(small, tensors=tensors)

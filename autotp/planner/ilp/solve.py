@@ -1,4 +1,4 @@
-"""Choose one strategy per node at the least cost, with proof."""
+"""Choose one strategy per node at the least cost, with a proof of optimality or a gap."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["NO_LAYOUT", "Infeasible", "Pruned", "Solution", "cheapest", "least",
 
 NO_LAYOUT = "no combination of strategies has a finite cost: every one needs an impossible reshard"
 _SWEEPS = 10
-_EASY = 3e5  # entries that elimination may visit before duality is the faster way
+_EASY = 3e5  # maximum number of entries that elimination may visit; beyond it, duality is faster
 
 
 class Infeasible(ValueError):
-    """No assignment exists: the layouts admit none."""
+    """No assignment has a finite cost: each one needs an impossible reshard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Solution:
         choice: a strategy index per node.
         seconds: its cost.
         memory: its bytes per device.
-        bound: no assignment costs less than this (proven).
-        optimal: ``seconds`` equals ``bound`` to 1e-9 relative.
+        bound: a proven lower bound on the cost of all assignments, in seconds.
+        optimal: whether ``seconds`` equals ``bound`` to 1e-9 relative.
         gap: ``(seconds - bound) / seconds``.
-        method: the heaviest means that was needed: elimination (of all), duality, labels or mip.
-        variables: of the largest integer program handed to a solver, 0 if none was.
-        price: seconds per byte at which it was found.
+        method: the most expensive method used: elimination (of all nodes), duality, labels or mip.
+        variables: the number of variables of the largest integer program passed to a solver, 0 if none was.
+        price: the price of memory at which it was found, in seconds per byte.
     """
 
     choice: tuple[int, ...]
@@ -54,7 +54,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Nothing cheaper than the cutoff was found; nothing costs less than ``bound`` (proven)."""
+    """No assignment below the cutoff was found. ``bound``: a proven lower bound on the cost of all, in seconds."""
 
     bound: float
 
@@ -62,21 +62,21 @@ class Pruned:
 def solve(
     problem: Problem, *, deadline: Deadline = NEVER, cutoff: float = math.inf, trusted: bool = False
 ) -> Solution | Pruned:
-    """The cheapest assignment.
+    """Find the cheapest assignment.
 
     Args:
-        problem: what to choose.
-        deadline: when the best assignment so far is returned with its proven gap.
-        cutoff: seconds; stop as soon as it is proven that nothing cheaper than this exists.
-        trusted: the problem is known to be well-formed.
+        problem: the problem.
+        deadline: when to return the best assignment so far, with its proven gap.
+        cutoff: seconds; stop as soon as it is proven that no assignment costs less than this.
+        trusted: whether the problem is known to be well-formed, so that it is not validated.
 
     Returns:
-        the solution, or ``Pruned`` when nothing cheaper than ``cutoff`` was found.
+        the solution, or ``Pruned`` if no assignment below ``cutoff`` was found.
 
     Raises:
-        Infeasible: when the layouts admit no assignment.
-        Expired: when the deadline passed before any assignment was found.
-        ValueError: when the problem is malformed.
+        Infeasible: if no assignment has a finite cost.
+        Expired: if the deadline passed before any assignment was found.
+        ValueError: if the problem is malformed.
     """
     if not trusted:
         validate(problem)
@@ -87,28 +87,28 @@ def solve(
 
 
 def cheapest(problem: Problem, deadline: Deadline) -> tuple[int, ...]:
-    """The cheapest assignment of a well-formed problem; the best that was met by the deadline.
+    """The cheapest assignment of a well-formed problem, or the best one found by the deadline.
 
     Raises:
-        Infeasible: the layouts admit no assignment.
-        Expired: none was met.
+        Infeasible: no assignment has a finite cost.
+        Expired: the deadline passed before any assignment was found.
     """
     return _choice_of(problem, _searched(problem, Settings(deadline)))
 
 
 def least(problem: Problem, *, cutoff: float, deadline: Deadline) -> tuple[float, tuple[int, ...] | None]:
-    """What no assignment costs less than; and the cheapest one, if it costs less than the cutoff.
+    """A lower bound on the cost of all assignments, in seconds, and the best assignment found, if it is below the cutoff.
 
     Raises:
-        Infeasible: the layouts admit no assignment.
+        Infeasible: no assignment has a finite cost.
     """
     found = _searched(problem, Settings(deadline, cutoff=cutoff))
     return found.bound, found.choice if found.value < cutoff else None
 
 
 def _searched(problem: Problem, settings: Settings) -> Search:
-    """A search that is over. Nodes are eliminated exactly; with a cutoff, bounds are tried first, on the problem as it is
-    and after cheap eliminations.
+    """Run a search to its end. Nodes are eliminated exactly. With a cutoff, lower bounds are tried first, on the whole
+    problem and after cheap eliminations.
     """
     masks = [np.ones(len(node.cost), dtype=bool) for node in problem.nodes]
     if not consistent(problem, masks):
@@ -144,7 +144,7 @@ def _searched(problem: Problem, settings: Settings) -> Search:
 
 
 def _raise_bound(problem: Problem, masks: list[np.ndarray], settings: Settings) -> float:
-    """A lower bound from two sweeps of duality; strategies that cannot come below the cutoff are cleared."""
+    """A lower bound by two dual sweeps. Clears the strategies in ``masks`` that no assignment below the cutoff can use."""
     cutoff = settings.cutoff
     dual = Dual(problem, cutoff)
     for _ in range(2):
@@ -157,7 +157,11 @@ def _raise_bound(problem: Problem, masks: list[np.ndarray], settings: Settings) 
 
 
 def promising(problem: Problem, cutoff: float, deadline: Deadline) -> list[np.ndarray]:
-    """Of every node the choices that may be part of an assignment that costs less."""
+    """Per node, a mask of the strategies that assignments below the ``cutoff``, in seconds, may use.
+
+    Raises:
+        Infeasible: no assignment has a finite cost.
+    """
     masks = [np.isfinite(node.cost) for node in problem.nodes]
     if not consistent(problem, masks):
         raise Infeasible(NO_LAYOUT)
@@ -179,7 +183,7 @@ def _choice_of(problem: Problem, search: Search) -> tuple[int, ...]:
 
 
 def solution_at(problem: Problem, choice: tuple[int, ...], bound: float, method: str, variables: int = 0) -> Solution:
-    """A choice with what it costs, and how far that is from a proven bound."""
+    """The `Solution` with this assignment: its cost, and its gap to a proven lower bound in seconds."""
     value = evaluate(problem, choice)
     bound = min(bound, value.seconds)
     gap = (value.seconds - bound) / abs(value.seconds) if value.seconds > bound else 0.0

@@ -1,8 +1,8 @@
-"""Why a job does not fit, and what would make it.
+"""Why a job does not fit, and which changes would make it fit.
 
 Input: the contest that found nothing, and the plan with the least memory. Output: a ``MemoryBoundError`` (`error`).
-`changes` tries single changes of the job, each by the bounds and the plan with the least memory that the planner itself
-goes by.
+`changes` tries single changes of the job. For each, it uses the same bounds and the same search for the plan with the least
+memory as the planner itself.
 """
 
 from autotp.planner.refusal.changes import Job, Recapture, part_of

@@ -1,4 +1,4 @@
-"""Single changes of a job that does not fit, each tried."""
+"""Tries single changes of a job that does not fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.torch_internals import tree_map
 
 __all__ = ["Job", "Recapture", "changes_of", "part_of"]
 
-#: Captures the model again: with one of so many parts of the batch, and under a precision.
+#: Captures the model again, given the number of parts of the batch, of which it uses one, and a precision.
 Recapture = Callable[[int, Precision], Captured]
 
 _Posed = tuple[Contest, Sequence[tuple[int, ...]]]
@@ -35,7 +35,7 @@ _CLOSE = "to the end"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a job fits, None where that is not known; and bytes that a plan takes, or that no plan takes less than."""
+    """Whether a job fits, None if unknown; and the memory of a plan, or a lower bound on that of all plans, in bytes."""
 
     fits: bool | None
     bytes: float
@@ -46,12 +46,12 @@ class Job:
     """A job that does not fit.
 
     Attributes:
-        contest: of the job as it was asked for.
-        last: the one that found nothing, with everything that may be recomputed.
-        begin, meshes: a contest of a model, a machine and options, and its meshes.
-        recapture: captures the model again; None where the model is not at hand.
-        capturing: seconds that took.
-        until: on the performance counter, when nothing else is to be tried.
+        contest: of the job as it was requested.
+        last: the contest that found no plan, in which all that may be recomputed is undecided.
+        begin, meshes: functions of a captured model, a machine and options that return the contest and its meshes.
+        recapture: captures the model again; None if the model is not available.
+        capturing: seconds that the capture took.
+        until: seconds on the performance counter, after which nothing else is tried.
     """
 
     contest: Contest
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A change, whether the model has to be captured for it, and the contest that it leads to."""
+    """A change, whether the model has to be captured for it, and a function that returns its contest and meshes."""
 
     name: str
     captures: bool
@@ -73,7 +73,7 @@ class _Trial:
 
 
 def changes_of(job: Job) -> list[Change]:
-    """What becomes of the job with each change; what there is no time for is said not to be tried."""
+    """The result of every change; changes for which there is no time are reported as not tried."""
     found, longest = [], 0.0
     for trial in sorted(_trials(job), key=lambda trial: trial.captures):
         begun = time.perf_counter()
@@ -87,7 +87,7 @@ def changes_of(job: Job) -> list[Change]:
                 found.append(Change(trial.name, None, reason=_LATE))
                 continue
             fit = Fit(False, floor) if late else fit_of(contest, meshes, Deadline(job.until))
-        except AutotpError:  # no such machine, or no such batch: no change that could be made
+        except AutotpError:  # no such machine or batch: the change is impossible
             continue
         except Expired:
             found.append(Change(trial.name, None, reason=_LATE))
@@ -101,7 +101,7 @@ def changes_of(job: Job) -> list[Change]:
 
 
 def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]], until: Deadline) -> Fit:
-    """Whether some plan fits, without looking for a fast one, nor on more meshes later than ``until``.
+    """Whether some plan fits. Does not search for a fast one, nor for one on more meshes after ``until``.
 
     Raises:
         AutotpError: there is no plan at all.
@@ -122,12 +122,12 @@ def fit_of(contest: Contest, meshes: Sequence[tuple[int, ...]], until: Deadline)
 
 
 def _trials(job: Job) -> Iterator[_Trial]:
-    """What costs the least first, then those for which what may be chosen stays as it is."""
+    """The changes to try: those that cost the least, then those that leave the choices as they are, then the rest."""
     candidates = job.contest.candidates
     options, captured, topology = candidates.options, candidates.model.captured, candidates.topology
 
     def same_choices(machine: Topology, asked: Options) -> _Posed:
-        """With what may be chosen as it was."""
+        """The last contest with another machine or other options, but with the same choices."""
         other = replace(job.last.candidates, topology=machine, options=asked, meshes={})
         return job.last.posing(other), job.meshes(machine, asked)
 
@@ -165,7 +165,7 @@ def part_of(captured: Captured, call: tuple[tuple[Any, ...], dict[str, Any]], pa
     """The first of ``parts`` equal parts of a call's batch, which is dim 0 of its first tensor.
 
     Raises:
-        AutotpError: the batch does not divide.
+        AutotpError: the batch is not divisible by ``parts``.
     """
     shapes = [tuple(captured.placeholders[name].shape) for name in captured.inputs]
     batch = next((shape[0] for shape in shapes if shape), 1)

@@ -1,4 +1,4 @@
-"""The error that says what a job that does not fit needs, of what, and what would make it fit."""
+"""The error for a job that does not fit: the memory that it needs, by kind, and the changes that would make it fit."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autotp.planner.refusal.changes import Job, changes_of
 
 __all__ = ["nothing_fits"]
 
-_SHOWN = 0.01  # of what is needed: kinds with less are not listed
+_SHOWN = 0.01  # share of the memory needed; kinds with less are not listed
 _STATE = {"parameter": "parameters and optimizer state"}
 
 
 def nothing_fits(job: Job, smallest: Found, strategy: str) -> MemoryBoundError:
-    """Why there is no plan.
+    """Returns the error that says why no plan fits.
 
     Args:
-        job: that does not fit.
-        smallest: the plan that takes the least memory.
-        strategy: that was searched.
+        job: the job that does not fit.
+        smallest: the plan with the least memory.
+        strategy: the family that was searched.
     """
     needed, bound = smallest.memory, job.contest.allowed
     consists = _consists(smallest)
@@ -49,7 +49,7 @@ def _shown(consists: Mapping[str, float], needed: float) -> str:
 
 
 def _listed(changes: Sequence[Change]) -> list[str]:
-    """The changes by what became of them."""
+    """A line for each result, with the changes that had it."""
     heads = {True: "fits with", False: "does not fit with", None: "not tried"}
     lines: dict[str, list[str]] = defaultdict(list)
     for fits, head in heads.items():

@@ -1,6 +1,6 @@
-"""A distributed module's state in files.
+"""Saves and loads the state of a distributed module.
 
-`sharded` has ``torch.distributed.checkpoint`` hold every tensor, and `random_state` where random numbers stand. `load` and
-`save` read and write Hugging Face directories of safetensors `files`, whose tensors they `match` with the module's
-`entries`. `parts` says what a rank has of a tensor.
+`sharded` extends ``torch.distributed.checkpoint`` to tensors whose dims are sharded block by block, and `random_state` adds
+the states of torch's generators. `load` and `save` read and write Hugging Face directories of safetensors `files`, whose
+tensors `match` assigns to the module's `entries`. `parts` computes the slices of a tensor that a rank holds.
 """

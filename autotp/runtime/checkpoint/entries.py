@@ -1,4 +1,4 @@
-"""What of a distributed module is saved and loaded: its parameters and persistent buffers, on every rank alike."""
+"""The parameters and persistent buffers of a distributed module, which are saved and loaded; the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Entry", "entries_of"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter or persistent buffer, with all its names: the module's own first."""
+    """One parameter or persistent buffer, with all its names, in the order of the module's state dict."""
 
     names: tuple[str, ...]
     value: Tensor
 
 
 def entries_of(parallel: nn.Module) -> list[Entry]:
-    """Every one of a distributed module, in its order.
+    """The entries of a distributed module, in the order of its state dict.
 
     Raises:
-        AutotpError: it is another module.
+        AutotpError: ``parallel`` is not a distributed module.
     """
     if not isinstance(parallel, DistributedModule):
         raise AutotpError(

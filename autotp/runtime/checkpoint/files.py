@@ -1,4 +1,4 @@
-"""A Hugging Face directory's safetensors files: their names, and what their headers say."""
+"""The safetensors files of a Hugging Face directory: their names and headers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["INDEX", "WHOLE", "Place", "listed", "opened", "safetensors_library",
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: Bytes that an index may have: some million names.
+#: Maximum size of an index in bytes, enough for some million names.
 _LARGEST = 2**28
-#: How many names of each kind a message lists.
+#: Maximum number of names of each kind in a message.
 _SHOWN = 4
 
 
@@ -36,10 +36,10 @@ class Place:
 
 
 def safetensors_library() -> Any:
-    """The package, which autotp does not require.
+    """Imports the package safetensors, which autotp does not require.
 
     Raises:
-        AutotpError: it is not installed.
+        AutotpError: safetensors is not installed.
     """
     try:
         import safetensors.torch
@@ -53,10 +53,10 @@ def safetensors_library() -> Any:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A file whose tensors can be read, as ``safetensors.safe_open`` gives it.
+    """Opens a file with ``safetensors.safe_open``.
 
     Raises:
-        AutotpError: it is not there or damaged, or reading it fails.
+        AutotpError: the file does not exist or is damaged, or reading it in this context fails.
     """
     library = safetensors_library()
     try:
@@ -67,10 +67,10 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def stored_in(directory: Path) -> dict[str, Place]:
-    """Every tensor of a directory's files, by its key.
+    """Key -> tensor, for all tensors of a directory's files.
 
     Raises:
-        AutotpError: something is missing or damaged.
+        AutotpError: the directory or a file is missing or damaged.
     """
     if not directory.is_dir():
         raise AutotpError(f"there is no directory {directory}: give a local one, such as a download of the model")
@@ -98,11 +98,11 @@ def stored_in(directory: Path) -> dict[str, Place]:
 
 def _header(file: Path) -> list[Place]:
     with opened(file) as found:
-        slices = {key: found.get_slice(key) for key in found.keys()}  # noqa: SIM118 - it is no mapping
+        slices = {key: found.get_slice(key) for key in found.keys()}  # noqa: SIM118 - not a mapping
         return [Place(file, key, tuple(each.get_shape()), each.get_dtype()) for key, each in slices.items()]
 
 
 def listed(names: Sequence[str], between: str = ", ") -> str:
-    """The first of several names, and how many more there are."""
+    """Joins the first names, followed by the number of further ones; for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return between.join(names[:_SHOWN]) + more

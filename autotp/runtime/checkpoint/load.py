@@ -27,22 +27,22 @@ def load_pretrained(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Reads a Hugging Face directory's weights into a distributed module, in place; a collective call.
 
-    Each rank reads its own parts only, from ``model.safetensors`` or from the files that ``model.safetensors.index.json``
-    names, one tensor at a time, and casts them to the dtypes of the module. The files may have any one name of a tied
-    parameter. They may be of the model without its head where the module has one (``h.0.ln_1.weight`` for
-    ``transformer.h.0.ln_1.weight``), or the other way round. Nothing is changed if the files do not fit.
+    Each rank reads only its own parts, from ``model.safetensors`` or from the files that ``model.safetensors.index.json``
+    names, one tensor at a time, and casts them to the dtypes of the module. A tied parameter may be stored by any of its
+    names. The files may be of the base model although the module has a head (``h.0.ln_1.weight`` for
+    ``transformer.h.0.ln_1.weight``), or vice versa. If the files do not fit, the module is not changed.
 
     Args:
-        parallel: what ``autotp.parallelize`` returned, of a model that may have been on ``meta``.
-        directory: a local one, which every rank can read.
+        parallel: what ``autotp.parallelize`` returned; the model may have been on ``meta``.
+        directory: a local directory that every rank can read.
         strict: whether the files must have every parameter and persistent buffer of the module, and no other tensor. If
-            not, what the files lack keeps its values, and other tensors are not read.
+            not, parameters and buffers that the files lack keep their values, and other tensors are not read.
 
     Returns:
-        The names that the files lack, and those that the module has no place for; both are empty if ``strict``.
+        The names that the files lack, and the files' keys that the module lacks; both are empty if ``strict``.
 
     Raises:
-        AutotpError: on every rank, when a file is missing or damaged, or when names, shapes or dtypes do not fit.
+        AutotpError: on every rank, if a file is missing or damaged, or if names, shapes or dtypes do not fit.
     """
     with everywhere(f"cannot load {spelled(directory)}"):
         require_path(directory, "a directory")
@@ -59,7 +59,7 @@ def load_pretrained(
 
 
 def _require_same(entry: Entry, places: Sequence[Place]) -> None:
-    """Refuses files that have different values for one parameter, by two of its names."""
+    """Raises if the files store different values for two names of a tied parameter; compares this rank's parts."""
     for place in places[1:]:
         with opened(places[0].file) as first, opened(place.file) as other:
             for _, there in parts_of(*resting(entry.value)):
@@ -72,10 +72,10 @@ def _require_same(entry: Entry, places: Sequence[Place]) -> None:
 
 def _read(value: Tensor, place: Place) -> None:
     local = value.to_local() if isinstance(value, DTensor) else value
-    # Opened anew for each tensor: pages of a file that were read count as this process's memory until it is closed.
+    # Opened again for each tensor: the pages read count as this process's memory until the file is closed.
     with opened(place.file) as file:
         for here, there in parts_of(*resting(value)):
             local[here].copy_(file.get_slice(place.key)[there])
     if isinstance(value, DTensor):
-        # The local tensor counts its changes; autograd looks at the parameter's.
+        # copy_ increments the version of the local tensor only; autograd checks the parameter's.
         torch.autograd.graph.increment_version(value)

@@ -1,4 +1,4 @@
-"""Which tensor of the files is which of the module's, by name, shape and dtype."""
+"""Assigns the tensors of files to the parameters and buffers of a module by name, and compares shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Matched", "match"]
 
 @dataclass(frozen=True)
 class Matched:
-    """What of the files goes where.
+    """The assignment of the files' tensors to a module's entries.
 
     Attributes:
-        places: a parameter or buffer, and where the files have it; several places are several names of a tied one.
-        missing: the names that the files lack.
-        unexpected: the keys that the module has no name for.
+        places: pairs of an entry and its tensors in the files, of which a tied entry may have several.
+        missing: the first names of the entries that the files lack.
+        unexpected: the keys of the files for which the module has no name.
     """
 
     places: Sequence[tuple[Entry, Sequence[Place]]]
@@ -29,10 +29,14 @@ class Matched:
     unexpected: tuple[str, ...]
 
     def require(self, directory: str, strict: bool) -> None:
-        """Refuses files that do not fit.
+        """Checks that the files fit the module.
+
+        Args:
+            directory: of the files, for the message.
+            strict: whether missing and unexpected tensors are errors.
 
         Raises:
-            AutotpError: names what is missing, what is too much, and which shapes and dtypes differ.
+            AutotpError: names the missing and unexpected tensors, and those whose shapes or kinds of dtype differ.
         """
         wrong = []
         if strict and self.missing:
@@ -60,10 +64,14 @@ class Matched:
 
 
 def match(state: Sequence[Entry], stored: Mapping[str, Place]) -> Matched:
-    """Finds each entry in the files, by any of its names, with the base model's name before it or without.
+    """Finds each entry in the files by any of its names, with or without the base model's prefix.
+
+    Args:
+        state: the module's entries.
+        stored: key -> tensor of the files.
 
     Raises:
-        AutotpError: the names fit in several ways.
+        AutotpError: the names fit equally well with several prefixes.
     """
     owners = {name: entry for entry in state for name in entry.names}
     found: dict[str, list[Place]] = {}
@@ -79,9 +87,9 @@ def match(state: Sequence[Entry], stored: Mapping[str, Place]) -> Matched:
 
 
 def _renamed(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """The model's name of each key, which may lack the base model's name before it, or have it where the model does not.
+    """Key -> the model's name. Keys may lack the base model's prefix, or have it although the model's names do not.
 
-    A key that the model has no name for is its own.
+    A key for which the model has no name is mapped to itself.
     """
 
     def by(added: str, dropped: str) -> dict[str, str]:
@@ -91,7 +99,7 @@ def _renamed(keys: Collection[str], names: Collection[str]) -> dict[str, str]:
     def prefixes(of: Collection[str]) -> list[str]:
         return sorted({f"{name.partition('.')[0]}." for name in of if "." in name})
 
-    # The names as they are come first, so that they win where nothing fits better.
+    # No prefix comes first, so it wins unless a prefix fits better.
     ways = [("", ""), *((prefix, "") for prefix in prefixes(names)), *(("", prefix) for prefix in prefixes(keys))]
     results = {way: by(*way) for way in ways}
     fitting = {way: sum(name in names for name in result.values()) for way, result in results.items()}

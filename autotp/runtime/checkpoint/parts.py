@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a device has, as slices: several where the blocks of a dim are split."""
+"""The slices of a whole tensor that a device holds: several if the blocks of a dim are sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["parts_of", "resting"]
 
 
 def resting(value: Tensor) -> tuple[Sequence[int], Layout, tuple[int, ...], Sequence[int]]:
-    """A tensor's whole shape and layout, the mesh's shape and this rank's coordinates in it."""
+    """A tensor's global shape and its layout, the mesh's shape, and this rank's coordinates in the mesh."""
     if not isinstance(value, DTensor):
         return value.shape, (), (), ()
     coordinates = value.device_mesh.get_coordinate()
@@ -25,13 +25,13 @@ def resting(value: Tensor) -> tuple[Sequence[int], Layout, tuple[int, ...], Sequ
 def parts_of(
     shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What `passes.layouts.layout.take` gives a device of a tensor, as slices: of its part, and of the whole tensor.
+    """Yields pairs of slices, of a device's part and of the whole tensor, that `passes.layouts.layout.take` would copy.
 
     Args:
         shape: of the whole tensor.
-        layout: the tensor's.
-        mesh: its shape.
-        coordinates: the device's.
+        layout: of the tensor.
+        mesh: the mesh's shape.
+        coordinates: of the device in the mesh.
     """
     dims: list[list[tuple[slice, slice]]] = []
     for dim, size in enumerate(shape):
@@ -45,7 +45,7 @@ def parts_of(
 
 
 def _runs(size: int, cuts: Sequence[Split], mesh: Sequence[int], coordinates: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges of a dim that a device has: several where the blocks of the dim are split."""
+    """The ranges ``(start, stop)`` of a dim that a device holds: several if the blocks of the dim are sharded."""
     runs = [(0, size)]
     for axis, blocks in cuts:
         size = sum(stop - start for start, stop in runs) // blocks
@@ -56,7 +56,7 @@ def _runs(size: int, cuts: Sequence[Split], mesh: Sequence[int], coordinates: Se
 
 
 def _within(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """From the ``start``-th to before the ``stop``-th element of ranges that follow one another."""
+    """Elements ``start`` to ``stop`` (exclusive) of the concatenation of ``runs``, as ranges."""
     before = 0
     for first, last in runs:
         low, high = max(first, first + start - before), min(last, first + stop - before)

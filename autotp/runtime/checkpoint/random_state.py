@@ -1,4 +1,4 @@
-"""Where torch's generators stand, as ``torch.distributed.checkpoint`` takes it beside weights and optimizer."""
+"""The states of torch's generators, as a ``Stateful`` for ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["RandomState"]
 
 
 class RandomState:
-    """Where random numbers stand: torch's own generators as rank 0 has them, from which dropout draws on every rank.
+    """The states of torch's default generators on rank 0, from which dropout draws on every rank.
 
-    It is ``Stateful``, as a module is: ``dcp.save({"model": parallel, "random": autotp.RandomState()})`` saves it, and
-    ``dcp.load`` of the same sets the generators of every rank. What it saves has the entries ``cpu`` (what
-    ``torch.get_rng_state()`` gives, which a plain process can give to ``torch.set_rng_state``) and, where there are GPUs,
-    ``cuda`` (of the current one).
+    It is ``Stateful``, as a module is: ``dcp.save({"model": parallel, "random": autotp.RandomState()})`` saves the states,
+    and ``dcp.load`` of the same dict sets the generators of every rank. The state dict has the entries ``cpu`` (of
+    ``torch.get_rng_state()``, which a single process can pass to ``torch.set_rng_state``) and, if there are GPUs, ``cuda``
+    (of the current GPU).
     """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Rank 0's states, the same on every rank; a collective call in a job.
+        """Rank 0's states, on every rank; a collective call in a job.
 
         Raises:
-            CollectiveError: another rank does not make it.
+            CollectiveError: another rank does not take part in the call.
         """
         states = [torch.get_rng_state()]
         if torch.cuda.is_available():
@@ -41,10 +41,10 @@ class RandomState:
         """Sets this process's generators.
 
         Args:
-            state: what ``state_dict`` gave; on CPUs, that of a job on GPUs too.
+            state: what ``state_dict`` returned. On CPUs, the entry ``cuda`` of a job on GPUs is ignored.
 
         Raises:
-            AutotpError: it is something else.
+            AutotpError: ``state`` has no valid states of generators.
         """
         found = state if isinstance(state, Mapping) else {}
         if "cpu" not in found or not all(isinstance(value, Tensor) for value in found.values()):

@@ -29,11 +29,11 @@ from costmodel.text.numbers import figure
 __all__ = ["save_pretrained", "staged"]
 
 _PART = "model-{:05d}-of-{:05d}.safetensors"
-#: Units of sizes in the case that `costmodel.parse_quantity` has.
+#: Unit of sizes in lower case -> its spelling for `costmodel.parse_quantity`.
 _CASES = {unit.lower(): unit for unit in ("B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")}
-#: Begins the name of the folder that files are first written to.
+#: Prefix of the names of temporary folders.
 _STAGING = ".autotp-"
-#: What an earlier call, or transformers, may have left in a directory.
+#: Files of weights that an earlier call, or transformers, may have left in a directory.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -46,22 +46,22 @@ def save_pretrained(
 ) -> None:
     """Writes a distributed module as a directory that ``from_pretrained`` of transformers loads; a collective call.
 
-    Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 keeps those of
-    one file, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied parameter is
-    written once, by its first name. Weights that the directory had are replaced once all files are written, and if writing
-    fails, they stay as they were. If the process is killed while it replaces them, the directory has no index, and is not
-    loaded.
+    Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 holds those of
+    one file at a time, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied
+    parameter is written once, by its first name. Existing weights in the directory are replaced once all files are written;
+    if writing fails, they stay unchanged. If the process is killed while it replaces them, the directory has no index, and
+    loading it fails.
 
     Args:
         parallel: what ``autotp.parallelize`` returned.
-        directory: made if it is not there; that of rank 0 counts.
-        config: the model's, such as ``model.config``, written to ``config.json`` with the dtype of the parameters; left
-            out, no ``config.json`` is written.
-        max_shard_size: of a file, in bytes or as text such as ``"2 GB"``, in capitals or not, as transformers takes it;
-            a larger tensor has a file of its own.
+        directory: created if it does not exist; rank 0's argument is used.
+        config: the model's, such as ``model.config``, written to ``config.json`` with the dtype of the parameters; by
+            default, no ``config.json`` is written.
+        max_shard_size: maximum size of a file, in bytes or as text such as ``"2 GB"``, in upper or lower case, as in
+            transformers; a larger tensor is written to a file of its own.
 
     Raises:
-        AutotpError: on every rank, when an argument is wrong or the directory cannot be written.
+        AutotpError: on every rank, if an argument is wrong or the directory cannot be written.
     """
     wrong = f"cannot save to {spelled(directory)}"
     with everywhere(wrong):
@@ -88,18 +88,18 @@ def save_pretrained(
 
 @contextmanager
 def staged(target: Path, last: str, replaced: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """A new folder, of whose files and folders each takes its place in a directory once all ranks have written theirs.
+    """Yields a temporary folder, whose files and folders are moved into a directory once all ranks have written theirs.
 
-    What the directory had stays as it was until then. While they take their places, which takes milliseconds, there is no
-    ``last``: a directory without it was left by a process that was killed. A collective call.
+    The directory is unchanged until then. While the files are moved, which takes milliseconds, the file ``last`` does not
+    exist: a directory without it was left by a process that was killed. A collective call.
 
     Args:
-        target: the directory; made if it is not there.
-        last: the file without which nothing is loaded.
-        replaced: names of files of the directory that go, if no new ones take their places.
+        target: the directory; created if it does not exist.
+        last: name of the file without which the directory cannot be loaded; it is moved last.
+        replaced: pattern of names of files in the directory that are removed unless new files replace them.
 
     Raises:
-        AutotpError: on every rank, when the directory cannot be written.
+        AutotpError: on every rank, if the directory cannot be written.
     """
     wrong = f"cannot save to {target}"
     staging: Path | None = None
@@ -119,14 +119,14 @@ def staged(target: Path, last: str, replaced: re.Pattern[str] | None = None) -> 
 
 
 def _size(given: float | str) -> float:
-    """Bytes of a file. As for transformers, the unit's case says nothing: ``"200KB"`` and ``"10gb"`` are sizes too."""
+    """The size of a file in bytes. As in transformers, the unit's case is ignored: ``"200KB"`` and ``"10gb"`` are valid."""
     if isinstance(given, str):
         given = re.sub(r"[a-z]+$", lambda unit: _CASES.get(unit[0].lower(), unit[0]), given.strip(), flags=re.IGNORECASE)
     return figure(parse_quantity(given, "memory"), "max_shard_size", positive=True)
 
 
 def _staging(target: Path) -> Path:
-    """A new folder in the directory, from which files get to their places without being copied."""
+    """Makes a temporary folder in the directory, from which files can be moved without a copy."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=target, prefix=_STAGING))
@@ -135,7 +135,7 @@ def _staging(target: Path) -> Path:
 
 
 def _gathered(entry: Entry, target: Path) -> Tensor | None:
-    """The whole tensor on rank 0, None elsewhere; a collective call."""
+    """The whole tensor on rank 0, None on other ranks; a collective call."""
     value = entry.value
     with torch.no_grad(), told(f"gathering {entry.names[0]} for {target}"):
         whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
@@ -147,7 +147,7 @@ def _bytes(entry: Entry) -> int:
 
 
 def _files(state: Sequence[Entry], limit: float) -> dict[str, list[Entry]]:
-    """What each file is to hold, in the module's order."""
+    """File name -> its entries, in the module's order."""
     parts: list[list[Entry]] = [[]]
     held = 0
     for entry in state:
@@ -171,16 +171,17 @@ def _write_config(staging: Path, config: Any, state: Sequence[Entry]) -> None:
     if config is not None:
         written = copy.deepcopy(config)
         dtype = next((entry.value.dtype for entry in state if entry.value.is_floating_point()), None)
-        # By default from_pretrained casts what it reads to the dtype that the configuration has.
+        # By default, from_pretrained casts the weights to the configuration's dtype.
         if dtype is not None and hasattr(written, "dtype"):
             written.dtype = str(dtype).removeprefix("torch.")
         written.save_pretrained(staging)
 
 
 def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] | None) -> None:
-    """Puts what was written in its place, then removes what was there before, and what a killed call has left.
+    """Moves the written files into the directory, then removes replaced files and what killed calls have left.
 
-    ``last`` goes first: were this to end in between, an index would name new files and old ones that have the same names.
+    The old ``last`` is removed first: if this call were killed in between, an old index could name a mixture of old and new
+    files of the same names.
     """
     mask = os.umask(0)
     os.umask(mask)
@@ -196,7 +197,7 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
             file.rename(place)
             continue
         if file.suffix == ".safetensors":
-            file.chmod(0o666 & ~mask)  # safetensors writes files that others cannot read
+            file.chmod(0o666 & ~mask)  # safetensors makes files that other users cannot read
         move_atomically(file, place)
     for left in target.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)

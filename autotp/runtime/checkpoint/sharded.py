@@ -1,8 +1,8 @@
-"""``torch.distributed.checkpoint`` and tensors whose dims are split block by block, of which a rank has several chunks.
+"""Lets ``torch.distributed.checkpoint`` store tensors whose dims are sharded block by block, in several chunks per rank.
 
-torch 2.13 takes what a rank has of a ``DTensor`` for one chunk, wherever it reads, writes or broadcasts one. Optimizers
-make state of parameters, and asynchronous checkpoints copies of it, all of them ``DTensor`` itself and not a class of
-ours: so it is its methods that learn about blocks.
+torch 2.13 assumes that a rank's part of a ``DTensor`` is one chunk, wherever it reads, writes or broadcasts one. The state
+that optimizers derive from parameters, and the copies that asynchronous checkpoints make, are instances of ``DTensor``
+itself, not of a subclass of ours: therefore, the methods of ``DTensor`` are replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _torch_values: Any = DTensor.__get_tensor_shard__
 
 
 def checkpoint_blocks() -> None:
-    """Lets torch save, load and broadcast every ``DTensor`` whose dims are split block by block; no other changes."""
+    """Lets torch save, load and broadcast ``DTensor`` whose dims are sharded block by block; others are not affected."""
     tensors: Any = DTensor
     tensors.__create_chunk_list__ = _chunks
     tensors.__create_write_items__ = _items
@@ -47,25 +47,25 @@ def checkpoint_blocks() -> None:
 
 
 def storable(state: T) -> T:
-    """The state itself. Checkpoints hold every state as it is; this is for programs that were written when they did not.
+    """Returns ``state`` unchanged; kept for programs written for versions whose checkpoints needed a conversion.
 
     Args:
-        state: of a model or an optimizer.
+        state: state dict of a model or an optimizer.
     """
     return state
 
 
 def redistribute(optimizer: Optimizer) -> None:
-    """Brings an optimizer's state into the layouts of its parameters, where it has others; a collective call.
+    """Redistributes an optimizer's state to the layouts of its parameters, in place; a collective call.
 
-    What ``torch.distributed.checkpoint`` loads has them already. State that was taken from an optimizer of another plan and
-    given to this one as it is does not, and fused optimizers would update a copy of it.
+    State that ``torch.distributed.checkpoint`` loads has these layouts already. State that was taken from an optimizer of
+    another plan, and passed to this one unchanged, does not, and fused optimizers would update a copy of it.
 
     Args:
         optimizer: of a distributed module's parameters.
 
     Raises:
-        AutotpError: on every rank, when it is no optimizer, or has a plain model's state of a parameter that is divided.
+        AutotpError: on every rank, if it is no optimizer, or has plain tensors as the state of a ``DTensor`` parameter.
     """
     with everywhere("cannot redistribute"):
         require(optimizer, Optimizer, "the optimizer", "one of torch.optim, of a distributed module's parameters")
@@ -84,7 +84,7 @@ def redistribute(optimizer: Optimizer) -> None:
 
 
 def _parts(tensor: Any) -> Parts:
-    """What this rank has of a tensor in blocks, as slices of its part and of the whole tensor; none of another tensor."""
+    """This rank's chunks of a tensor sharded by blocks, as slices of its part and of the whole; empty for other tensors."""
     if tensor.device_mesh.get_coordinate() is None:
         return ()
     shape, layout, mesh, coordinates = resting(tensor)
@@ -134,10 +134,10 @@ def _values(tensor: DTensor, index: MetadataIndex) -> Tensor:
 
 
 def _distribute_parts(state: dict[str, Any], names: list[str], device: torch.device, group: Any = None) -> None:
-    """Takes each rank's parts of whole tensors; ``state`` has pairs of the tensor for the part and the whole one."""
+    """Copies this rank's parts of whole tensors; ``state`` has pairs of the tensor for the part and the whole tensor."""
     for name in names:
         pair = state.get(name)
-        if isinstance(pair, tuple) and not pair[0].is_meta:  # torch makes others of those that are
+        if isinstance(pair, tuple) and not pair[0].is_meta:  # torch replaces those on meta
             for here, there in _parts(pair[0]):
                 pair[0].to_local()[here].copy_(pair[1][there])
                 state[name] = pair[0]

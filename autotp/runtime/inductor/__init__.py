@@ -1,7 +1,7 @@
-"""Regions of scheduled graphs, compiled by torch's Inductor.
+"""Compiles regions of scheduled graphs with torch's Inductor.
 
-Input: the graphs that `passes.overlap.outline` takes out of a scheduled graph; output: modules that run them. `compiler`
-compiles one graph, `regions` all that are different.
+Input: the subgraphs that `passes.overlap.outline` takes out of a scheduled graph; output: modules that run them. `compiler`
+compiles one graph, `regions` all distinct graphs once each.
 """
 
 from autotp.runtime.inductor.regions import Region, Regions

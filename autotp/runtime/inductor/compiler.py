@@ -1,4 +1,4 @@
-"""One graph of torch's operators, compiled by Inductor."""
+"""Compiles one graph of torch's operators with Inductor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["compiled", "unavailable"]
 
 
 def unavailable(device: torch.device) -> str:
-    """Why nothing can be compiled for a device; empty if it can."""
+    """Why graphs cannot be compiled for a device; empty if they can."""
     if device.type != "cpu":
         return "" if has_triton() else "triton is not installed, or does not know this device"
     try:
@@ -28,14 +28,14 @@ def unavailable(device: torch.device) -> str:
 
 
 def compiled(graph: fx.Graph, lock: str) -> Callable[[list[Any]], Sequence[Any]]:
-    """What computes the same as a graph of operands to a tuple of results.
+    """Compiles a graph that maps operands to a tuple of results.
 
     Args:
-        graph: functional, of static shapes; every placeholder has a fake tensor that lies in memory as its operand will.
-        lock: a name of the graph. Of the processes on one machine, one compiles it; the others find it in torch's cache.
+        graph: functional, with static shapes; the fake tensor of every placeholder has the strides of its operand.
+        lock: a name of the graph. One of the processes on a machine compiles it; the others find it in torch's cache.
 
     Returns:
-        A function of a list of the operands, which it empties.
+        A function of a list of the operands, which it empties; it returns the results.
     """
     backend = inductor()
     operands = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
@@ -51,7 +51,7 @@ def compiled(graph: fx.Graph, lock: str) -> Callable[[list[Any]], Sequence[Any]]
         torch.no_grad(),
     ):
         backend.prepare(module, input_device=device)
-        # Results lie in memory as they were traced, whatever would be faster: others read them.
+        # Results keep their traced strides even if others would be faster, as nodes outside of the region rely on them.
         results: Any = module.graph.output_node()
         results.meta["user_visible_output_idxs"] = range(len(results.args[0]))
         backend.record_strides(module)

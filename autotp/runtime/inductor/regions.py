@@ -1,4 +1,4 @@
-"""The regions of a pair of scheduled graphs, each different one compiled once."""
+"""Compiles the regions of a pair of scheduled graphs, equal ones only once."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _log = logging.getLogger("autotp.compile")
 
 
 class Region(nn.Module):
-    """Runs a region: a list of operands, which it empties, -> the results, each in memory of its own.
+    """Runs a region: maps a list of operands, which it empties, to the results, each in memory of its own.
 
     Args:
-        graph: the region's, of operands to a tuple of results.
-        run: what computes it.
+        graph: of the region; maps operands to a tuple of results.
+        run: the compiled function; None until the region is compiled.
     """
 
     def __init__(self, graph: fx.Graph, run: Callable[[list[Any]], Sequence[Any]] | None = None) -> None:
         super().__init__()
         self.graph, self.run = graph, run
-        self.shared: Sequence[int] | None = None  # results that come in other tensors' memory; known after the first run
+        self.shared: Sequence[int] | None = None  # results that share memory with other tensors; known after the first run
 
     def forward(self, operands: list[Any]) -> Sequence[Any]:
         """The region's results."""
@@ -52,26 +52,26 @@ class Region(nn.Module):
 
 
 class Regions:
-    """Gives the module of every region of some graphs, and compiles them.
+    """Makes one module for all equal regions of some graphs, and compiles these modules.
 
     Attributes:
-        different: key of a region -> the module of all regions that are alike.
+        different: key of a region -> the module of all regions with this key.
     """
 
     def __init__(self) -> None:
         self.different: dict[str, Region] = {}
 
     def __call__(self, graph: fx.Graph) -> Region:
-        """The module that is to run a region's graph."""
+        """The module that runs a region's graph; shared by equal graphs."""
         return self.different.setdefault(key_of(graph), Region(graph))
 
     def compile(self, device: torch.device, agreement: Agreement) -> bool:
-        """Compiles all modules, or, where a process cannot, says why; whether all processes have.
+        """Compiles all modules. Returns whether all processes succeeded; else, logs why a process failed.
 
         Args:
-            device: on which they run.
-            agreement: of the processes. What is computed alike on several devices must be rounded alike, so none runs what
-                another cannot compile.
+            device: on which the modules run.
+            agreement: of the processes. Replicas must be rounded equally on all devices, so no process runs compiled
+                regions if another cannot compile them.
         """
         problem = unavailable(device)
         if not any(agreement.gathered(problem)):
@@ -83,16 +83,16 @@ class Regions:
         return True
 
     def _compile(self) -> str:
-        """Why a module could not be compiled; empty if all are."""
+        """Compiles all modules. Returns why one could not be compiled; empty if all are."""
         names = {hashlib.sha256(key.encode()).hexdigest()[:16]: region for key, region in self.different.items()}
-        # Processes of one machine begin with different ones, and find the others' in torch's cache.
+        # Processes of one machine begin with different regions, and find those that others compiled in torch's cache.
         begin = int(os.environ.get("LOCAL_RANK", 0)) * len(names) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         order = [*names][begin:] + [*names][:begin]
         started = time.monotonic()
         for number, name in enumerate(order, 1):
             region = names[name]
             try:
-                with TRACING, ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are its thread's
+                with TRACING, ThreadPoolExecutor(1) as apart:  # the caller's hooks and modes are thread-local
                     region.run = apart.submit(compiled, region.graph, name).result()
             except Exception as error:  # noqa: BLE001 - whatever a compiler raises, the graph runs without it
                 return f"{type(error).__name__}: {error}"

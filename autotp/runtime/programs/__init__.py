@@ -1,10 +1,11 @@
-"""The programs of a module: what its calls run, each for one mode, for gradients or none, and for one kind of inputs.
+"""The programs of a module: sharded graphs, each for one mode, with or without gradients, and for one kind of inputs.
 
-Input: a model, its first plan and the graph sharded by that; output: what a call runs. All programs share the module's
-parameters, which rest as the first plan says. A `program` is made when a call first needs it, on all processes alike:
-`programs` captures the model in that mode for such inputs, plans it with the parameters where they rest, and shards the
-graph; `programmed` is what modules offer of it, `attributes` what they have of the model's data, `rows` are the ranks'
-parts of a batch, `observed` calls their hooks, and `monitor` checks the numbers of every pass.
+Input: a model, its first plan and the graph sharded by that plan; output: the graph that a call runs. All programs share
+the module's parameters, which rest in the layouts of the first plan. A `program` is made when a call first needs it, on all
+processes: `programs` captures the model in that mode for such inputs, plans it with the parameters in these layouts, and
+shards the graph. `programmed` is the base class of modules that run programs, `attributes` has read-only copies of the
+model's attributes, `rows` joins and splits the ranks' parts of a batch, `observed` calls the hooks of observed modules, and
+`monitor` checks the numbers of every pass.
 """
 
 from autotp.runtime.programs.attributes import UNCHANGED, FixedDict, as_it_was, defaults, is_data, methods, same

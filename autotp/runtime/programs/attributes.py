@@ -1,4 +1,4 @@
-"""What the modules of a model have beside their parts, as it was when the model was captured."""
+"""Attributes of a model's modules besides parameters, buffers and submodules, as they were when the model was captured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ _DATA = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 def is_data(value: Any, depth: int = 4) -> bool:
-    """Whether it holds numbers, text, functions and the like alone, as a configuration does, and no tensors or modules."""
+    """Whether a value holds only numbers, text, functions and the like, as a configuration does; no tensors or modules.
+
+    Args:
+        value: any value.
+        depth: how many levels of containers and objects are searched; deeper ones are not data.
+    """
     if isinstance(value, (*_DATA, type)) or (inspect.isroutine(value) and not getattr(value, "__closure__", None)):
         return True
     held: Any = value if isinstance(value, (dict, list, tuple, set, frozenset)) else getattr(value, "__dict__", None)
@@ -33,25 +38,30 @@ def is_data(value: Any, depth: int = 4) -> bool:
 
 
 def _members(kind: type) -> dict[str, Any]:
-    """What a model's class adds to torch's module."""
+    """The attributes that a model's class has in addition to `nn.Module`'s, without those that begin with ``__``."""
     bases = [base for base in reversed(kind.__mro__) if base not in nn.Module.__mro__]
     return {name: value for base in bases for name, value in vars(base).items() if not name.startswith("__")}
 
 
 @functools.cache
 def defaults(kind: type) -> dict[str, Any]:
-    """The data of a model's class, which its modules have unless they have their own."""
+    """The data among a model's class attributes, which its instances have unless they set their own."""
     return {name: value for name, value in _members(kind).items() if not hasattr(value, "__get__") and is_data(value)}
 
 
 @functools.cache
 def methods(kind: type) -> frozenset[str]:
-    """The methods of a model's class, which its forward may call."""
+    """Names of the methods of a model's class, which its forward may call."""
     return frozenset(name for name, value in _members(kind).items() if inspect.isroutine(value))
 
 
 class FixedDict(dict[Any, Any]):
-    """A dict that refuses changes but takes what it has already; ``why`` says why."""
+    """A dict that raises an `AutotpError` on changes; setting a key to the object that it already holds is allowed.
+
+    Args:
+        given: the contents.
+        why: the error's message.
+    """
 
     def __init__(self, given: Mapping[Any, Any], why: str) -> None:
         super().__init__(given)
@@ -61,7 +71,7 @@ class FixedDict(dict[Any, Any]):
         if name not in self or self[name] is not value:
             self._refuse()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:  # as part of a module
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:  # when a module is copied
         return type(self)(copy.deepcopy(dict(self), memo), self.why)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -71,7 +81,7 @@ class FixedDict(dict[Any, Any]):
 
 
 class _FixedData(FixedDict):
-    """One that was read. Copies of it are dicts like any other."""
+    """The read-only form of a dict among a module's data. Copies of it are plain dicts."""
 
     def __copy__(self) -> dict[Any, Any]:
         return dict(self)
@@ -80,7 +90,7 @@ class _FixedData(FixedDict):
         return copy.deepcopy(dict(self), memo)
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (tuple(self.items()),)  # which torch.load takes by default
+        return OrderedDict, (tuple(self.items()),)  # torch.load accepts this type by default
 
 
 _CHANGING = (
@@ -91,7 +101,7 @@ _CHANGING = (
 
 
 class _Quiet:
-    """Classes that inherit from it first are made without what other bases do for those that inherit from them."""
+    """As the first base of a class, suppresses ``__init_subclass__`` of the other bases."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -99,6 +109,8 @@ class _Quiet:
 
 @functools.cache
 def _read_only(kind: Any) -> Any:
+    """A subclass of ``kind`` whose instances refuse changes; copies of them are instances of ``kind``."""
+
     def refuse(_: Any, name: str, *__: Any) -> NoReturn:
         raise AutotpError(f"{kind.__name__}.{name} of a distributed module: {UNCHANGED}")
 
@@ -118,17 +130,17 @@ def _read_only(kind: Any) -> Any:
 
 
 def same(value: Any, was: Any) -> bool:
-    """Whether a value is data as it was, or as `as_it_was` gives it."""
+    """Whether a value equals the data ``was``, in its own type or in the read-only form that `as_it_was` returns."""
     kept = as_it_was(was, "")
     return type(value) in (type(was), type(kept)) and value in (was, kept)
 
 
 def as_it_was(value: Any, name: str) -> Any:
-    """Data that cannot be changed where it is read; copies of it can.
+    """A read-only form of data. Lists become tuples and sets become frozensets; copies of dicts and objects can be changed.
 
     Args:
         value: the data.
-        name: of the attribute that has it, with its module's path, for errors.
+        name: of the attribute that holds the data, with its module's path, for error messages.
     """
     if type(value) is dict:
         return _FixedData({key: as_it_was(each, name) for key, each in value.items()}, f"{name}: {UNCHANGED}")
@@ -142,5 +154,5 @@ def as_it_was(value: Any, name: str) -> Any:
         made: Any = copy.copy(value)
         object.__setattr__(made, "__class__", _read_only(made.__class__))
         return made
-    except Exception:  # noqa: BLE001 - of classes that are made otherwise
+    except Exception:  # noqa: BLE001 - of classes that cannot be subclassed or copied like this
         return _FixedData(value, f"{name}: {UNCHANGED}") if isinstance(value, dict) else copy.deepcopy(value)

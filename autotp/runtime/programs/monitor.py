@@ -1,9 +1,9 @@
 """Checks of the numbers of every pass, for ``debug=True``.
 
-What replicas hold must be equal, outputs must be numbers and gradients finite: the ranks compare the sum and the norm of
-each, in one exchange for all of a pass. Only where that fails, and once for every program, the sharded graph is run again
-operator by operator, to name the first that goes wrong. There, a reshard must also keep the sum over all elements, so that
-partial sums are added once.
+Replicas must be equal, outputs must not be NaN, and gradients must be finite: the ranks compare the sum and the norm of
+each tensor, in one exchange per pass. If a check fails, and in the first pass of every program, the sharded graph is run
+again operator by operator, to find the first operator that goes wrong. In that run, a reshard must also preserve the sum
+over all elements, so that partial sums are added exactly once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _GRADIENT = "the gradient of"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank has of a tensor.
+    """Statistics of one rank's part of a tensor.
 
     Attributes:
-        what: its name, for messages.
-        part: the rank's coordinates on the mesh axes along which ranks have different parts; equal ones have the same part.
-        copies: how many ranks have the same part.
-        total, norm: of the part's elements.
-        size: how many these are.
-        rounding: by how much sums of its dtype may be off, relatively.
-        gradient: whether it is a gradient, which has to be finite; other tensors may be infinite, as masks are.
-        before: of what a reshard gives: the part that it was given. None: it is no reshard.
+        what: the tensor's name, for messages.
+        part: the rank's coordinates on the mesh axes along which parts differ; ranks with equal coordinates are replicas.
+        copies: the number of ranks that hold the same part.
+        total, norm: sum and 2-norm of the part's elements.
+        size: the number of elements.
+        rounding: the relative error allowed for sums in the tensor's dtype.
+        gradient: whether it is a gradient, which must be finite; other tensors may be infinite, as masks are.
+        before: for the result of a reshard, the part of its operand; None for all other tensors.
     """
 
     what: str
@@ -58,21 +58,21 @@ class Seen:
 
     @property
     def wrong(self) -> bool:
-        """Whether there are elements that are no numbers, or of a gradient infinite."""
+        """Whether elements are NaN, or those of a gradient infinite."""
         return math.isnan(self.norm) or (self.gradient and math.isinf(self.norm))
 
     @property
     def slack(self) -> float:
-        """By how much the sum of equal parts may differ."""
+        """The absolute difference allowed between the sums of replicas."""
         return self.rounding * (self.norm * math.sqrt(self.size) + 1e-30)
 
 
 def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
-    """What is wrong first, in words; empty if nothing is.
+    """Describes the first tensor that is wrong; empty if none is.
 
     Args:
-        every: what each rank has, in one order.
-        numbers: whether elements that are no numbers, or of gradients infinite, are wrong.
+        every: the statistics of each rank, in the same order.
+        numbers: whether NaN elements, and infinite elements of gradients, are wrong.
     """
     for ranks in zip(*every, strict=True):
         what = ranks[0].what
@@ -97,7 +97,7 @@ def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
 
 
 def _sum(seen: Iterable[Seen]) -> float:
-    """Over all elements of a tensor, each counted once."""
+    """The sum over all elements of a tensor, each counted once although replicas hold it too."""
     return sum(one.total / one.copies for one in seen)
 
 
@@ -105,13 +105,13 @@ class Monitor:
     """Checks the passes of one module.
 
     Args:
-        world: of its graphs.
-        agreement: of its processes.
+        world: in which the module's graphs run.
+        agreement: of the processes.
     """
 
     def __init__(self, world: World, agreement: Agreement) -> None:
         self.world, self.agreement, self._known = world, agreement, set[Program]()
-        #: Gradients inside are not compared: their layouts are those of no tensor of the graph.
+        #: Assumed layout of intermediate gradients, whose own is that of no tensor of the graph: no ranks are compared.
         self._unlike: Layout = (Partial(),) * len(world.mesh_shape)
 
     def check(
@@ -121,16 +121,16 @@ class Monitor:
         results: Sequence[Any],
         parameters: Callable[[], Mapping[str, tuple[Tensor, Layout]]],
     ) -> None:
-        """Checks a pass, and when it is over, its backward pass.
+        """Checks a forward pass; if an output requires gradients, at the end of the backward pass, with all gradients.
 
         Args:
             program: that has run.
-            values: gives its inputs, see `Program.run`.
+            values: returns the program's inputs, see `Program.run`.
             results: of the sharded graph.
-            parameters: gives the gradients of parameters, by name, as this device's parts, and their layouts.
+            parameters: returns name -> this device's part of the parameter's gradient, and its layout.
 
         Raises:
-            AutotpError: on every rank; it names the first operator that goes wrong.
+            AutotpError: on every rank, if a check fails; names the first operator that goes wrong.
         """
         if program not in self._known:
             self._known.add(program)
@@ -197,7 +197,7 @@ class Monitor:
     def _each(
         self, program: Program, values: Callable[[], Mapping[str, Any]], gradients: Mapping[int, Tensor] | None = None
     ) -> list[Seen]:
-        """What every operator gives, in order, and every gradient if those of outputs are given."""
+        """Runs the graph again. Statistics of every result, in order, and of every gradient if ``gradients`` are given."""
         found: list[Seen] = []
 
         def look(node: fx.Node, run: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Hooks of observed modules, which run when the graph has: on each moment at which the model would have called them."""
+"""Calls the hooks of observed modules after the graph has run, once for each moment at which the model would call them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
 
     Args:
         moments: of a captured graph.
-        modules: that stand for the model's, in order.
+        modules: the distributed module's counterparts of ``model.modules()``, in the same order.
         outputs: of a call, flat.
-        since: the number of the first hook that counts, as torch numbers them.
+        since: hooks whose torch id is lower are not called.
 
     Raises:
-        AutotpError: a hook returned something, changed in place what it was shown, or asked for its gradient.
+        AutotpError: a hook returned a value, modified its arguments in place, or requested their gradients.
     """
     for moment in moments:
         module = modules[moment.index]
@@ -58,12 +58,12 @@ def show(moments: Sequence[Moment], modules: Sequence[nn.Module], outputs: Seque
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often tensors were changed in place; a ``DTensor`` and its part are counted apart."""
+    """The version counters of tensors; a ``DTensor`` and its local tensor have one each, which are added up."""
     return [version(each) + version(held_part(each)) for each in tensors]
 
 
 def unobserved(name: str) -> AutotpError:
-    """Why a module's forward hook cannot be called."""
+    """The error for a forward hook of a module that is not observed."""
     return AutotpError(
         f"{name} is not observed, so its forward hooks would not be called: give autotp.parallelize observe=[{name!r}], or "
         "register the hook on the distributed module"

@@ -1,4 +1,4 @@
-"""One program, what tells it from the others, what others are made from, and what programs leave undone."""
+"""A program and its key, the model copy from which programs are captured, and attributes that programs do not set."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ __all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "requ
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What tells the programs of a module apart.
+    """Identifies a kind of call, and thereby the program that runs it.
 
     Attributes:
         training: whether each of the model's modules is in training, in the order of ``model.modules()``.
-        gradients: whether gradients are wanted.
-        leaves: of the call's arguments by name, defaults included: a tensor's shape and dtype, or any other value's type
-            and value.
-        structure: of the arguments.
+        gradients: whether gradients are computed.
+        leaves: the leaves of the call's arguments by name, defaults included: ``(dtype, shape)`` of a tensor, ``(type,
+            value)`` of any other value.
+        structure: tree spec of the arguments.
         whole: whether ranks that hold parts of the batch have joined them for the call.
-        cast: names and dtypes of the parameters and buffers that have another dtype than the model's.
-        default: torch's default dtype, where it is another than for the first program.
-        orders: how its tensors lie in memory, where that matters and is otherwise than for the first program (`lying`).
+        cast: names and dtypes of the parameters and buffers whose dtype differs from the model's.
+        default: torch's default dtype, if it differs from the first program's.
+        orders: the memory order of the tensors' dims, if it matters and differs from the first program's (see `lying`).
     """
 
     training: tuple[bool, ...]
@@ -56,17 +56,17 @@ class Key:
 
     @staticmethod
     def leaf(value: Any) -> tuple[Any, Any]:
-        """A leaf of a call as keys have it."""
+        """The entry of ``leaves`` for a leaf of a call."""
         if isinstance(value, Tensor):
             return value.dtype, tuple(value.shape)
-        if isinstance(value, set):  # whose text depends on how it was filled
+        if isinstance(value, set):  # the repr of a set depends on the order of insertion
             value = frozenset(value)
-        # Of a float the text: -0.0 equals 0.0, and NaN not itself.
+        # Floats are compared by their repr, as -0.0 == 0.0 and NaN != NaN.
         return type(value), value if isinstance(value, Hashable) and not isinstance(value, float | complex) else repr(value)
 
     @property
     def tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The name and the shape of every tensor, in the order of the graph's inputs."""
+        """Name and shape of every tensor, in the order of the graph's inputs."""
         named = zip(self._paths, self.leaves, strict=True)
         return [(path, shape) for path, (kind, shape) in named if isinstance(kind, torch.dtype)]
 
@@ -78,11 +78,11 @@ class Key:
         return [path_of(path) for path, _ in paths]
 
     def __str__(self) -> str:
-        """What ranks compare: the same for the same call on all of them."""
+        """The text that ranks compare: equal calls have equal texts on all ranks."""
         mode = "training" if all(self.training) else "training in part" if any(self.training) else "evaluation"
         given, skipped = list[str](), False
         for path, (kind, shape) in zip(self._paths, self.leaves, strict=True):
-            if isinstance(kind, torch.dtype):  # with its name where its place does not tell which one it is
+            if isinstance(kind, torch.dtype):  # with its name, if its position does not identify it
                 named = "" if path.isidentifier() and not skipped else f"{path} "
                 given.append(f"{named}{str(kind)[6:]}{list(shape)}")
             skipped |= shape is None
@@ -97,19 +97,19 @@ class Key:
 
 
 def _text(kind: type, value: Any) -> str:
-    """A value that is no tensor, as every process writes it: without addresses, and sets in order."""
+    """The text of a value that is no tensor, equal on all processes: without addresses, and with sets sorted."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(_text(type(each), each) for each in value))}}}"
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    if issubclass(kind, float | complex) and isinstance(value, str):  # the text of a number
+    if issubclass(kind, float | complex) and isinstance(value, str):  # the repr of a number
         return value
     return repr(value) if issubclass(kind, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call is for, as ranks tell each other: its key, and the names of the parameters that are frozen."""
+    """A call as ranks compare it: its key, the names of the frozen parameters, and whether gradients are reduced."""
 
     key: Key
     frozen: tuple[str, ...]
@@ -123,15 +123,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
-    """What the calls of one kind run.
+    """A sharded graph with its plan, which the calls of one kind run.
 
     Attributes:
-        key: that kind.
-        plan: by which the graph is sharded; its parameters rest as in the module's first plan.
-        rewritten: the sharded graph, and what it was made from.
-        schedules: of the sharded graph; None: it runs as it is.
-        accumulation: its gradients that wait to be reduced.
-        relations: of its outputs.
+        key: of the call that it was made for; calls of other kinds may run it too (see `run_alike`).
+        plan: the plan by which the graph is sharded; parameters rest in the layouts of the module's first plan.
+        rewritten: the sharded graph, with the captured graph and the sharding that it was made from.
+        schedules: of the sharded graph; None: it runs unscheduled.
+        accumulation: holds the gradients of this program that are not reduced yet.
+        relations: which outputs are views of others, or computed from them.
         constants: placeholder -> a constant on this device.
     """
 
@@ -145,7 +145,7 @@ class Program:
 
     @property
     def captured(self) -> Captured:
-        """The model's graph."""
+        """The captured graph of the model."""
         return self.rewritten.captured
 
     def __repr__(self) -> str:
@@ -154,11 +154,11 @@ class Program:
     def run(
         self, values: Callable[[bool], Mapping[str, Any]], parameters: Mapping[str, Any], *, syncing: bool
     ) -> tuple[Sequence[Any], bool]:
-        """The outputs of the sharded graph, and whether a schedule ran.
+        """Runs a forward pass. Returns the outputs of the sharded graph, and whether its scheduled graph ran.
 
         Args:
-            values: gives placeholder -> its value, a tensor or ``Parts``; it is told whether a schedule will read them.
-            parameters: placeholder -> the parameter, as it is outside.
+            values: returns placeholder -> value, a tensor or ``Parts``; its argument: whether a scheduled graph reads them.
+            parameters: placeholder -> the module's parameter.
             syncing: whether gradients are reduced.
         """
         accumulation = self.accumulation
@@ -169,15 +169,15 @@ class Program:
         return accumulation.eager(values(False), parameters, syncing=syncing), False
 
     def written(self, inputs: Sequence[Tensor], held: Callable[[str], Tensor], given: Sequence[Any]) -> list[Tensor]:
-        """What a pass changes in place, in the order in which its outputs have the new values.
+        """The local tensors that a pass changes in place, in the order of their new values among the graph's outputs.
 
         Args:
             inputs: of the graph.
-            held: gives a parameter or buffer by its name.
+            held: returns a parameter or buffer by its name.
             given: the arguments of the call.
 
         Raises:
-            AutotpError: the model would change something else, or a gradient would be lost.
+            AutotpError: a tensor cannot be changed as the model would, or an input's strides differ from the planned ones.
         """
         captured = self.captured
         if not (captured.mutations or captured.written.strided):
@@ -205,7 +205,7 @@ class Program:
     def _fault(
         self, name: str, named: Mapping[str, Tensor], state: Mapping[str, Tensor], given: Sequence[Any]
     ) -> str | None:
-        """Why a placeholder cannot be changed as the model changes it."""
+        """Why the tensor of a placeholder cannot be changed in place as by the model; None if it can."""
         captured, mine = self.captured, named[name] if name in named else state[name]
         others = {**named, **state, **self.constants} if name in named else named
         if any(stride == 0 and size > 1 for stride, size in zip(mine.stride(), mine.shape, strict=True)):
@@ -226,7 +226,7 @@ class Program:
 
 
 def _followed(captured: Captured, name: str) -> set[str]:
-    """Placeholders that autograd may follow the new value of another to, which is itself one of them."""
+    """The placeholder ``name``, and those that its new value may pass gradients to."""
     nodes = {node.name: node for node in captured.graph_module.graph.nodes}
     found, pending = {nodes[name]}, [*nodes[captured.mutations[name]].all_input_nodes]
     while pending:
@@ -238,11 +238,11 @@ def _followed(captured: Captured, name: str) -> set[str]:
 
 
 def require_own(captured: Captured, known: Sequence[Captured]) -> Captured:
-    """A program's graph, unless it has state that the first has not, or reads what another leaves.
+    """Returns a further program's graph after checking that its state is that of the first program.
 
     Raises:
-        AutotpError: it has parameters of the model itself, of which the graph is made from a copy, or changes attributes
-            that are not among the buffers; or an attribute is a constant of one graph, and left by another.
+        AutotpError: the graph has parameters of the original model, though it is captured from a copy; it changes
+            attributes that are no buffers; or an attribute is a constant of one graph, and assigned by forward in another.
     """
     leaves, reads = {path for each in known for path in _left(each)}, {path for each in known for path in each.reads}
     if both := sorted(leaves.intersection(captured.reads) | reads.intersection(_left(captured))):
@@ -264,7 +264,7 @@ def require_own(captured: Captured, known: Sequence[Captured]) -> Captured:
     return captured
 
 
-#: Of a captured graph: what plans are told apart by.
+#: Fields of a captured graph that `run_alike` compares by other means, such as the plan's hash.
 _NODES = ("graph_module", "constants", "signature")
 
 
@@ -273,7 +273,7 @@ def _left(captured: Captured) -> set[str]:
 
 
 def run_alike(one: tuple[Key, Plan, Captured], other: tuple[Key, Plan, Captured]) -> bool:
-    """Whether one program can run the calls of two kinds. A graph has more than the nodes that plans are told apart by."""
+    """Whether one program can run the calls of two kinds: their plans' hashes and the rest of their graphs are equal."""
 
     def kind(key: Key, plan: Plan, captured: Captured) -> tuple[Any, ...]:
         beside = [getattr(captured, each.name) for each in fields(captured) if each.name not in _NODES]
@@ -286,14 +286,14 @@ def run_alike(one: tuple[Key, Plan, Captured], other: tuple[Key, Plan, Captured]
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all their names."""
+    """Parameters and buffers by name; a tied one is listed under each of its names."""
     return dict(
         itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     )
 
 
 def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same shape and strides whose elements take no memory."""
+    """A tensor of the same shape and strides whose storage is empty."""
     bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device)
     if not bare.is_meta:
         bare.untyped_storage().resize_(0)
@@ -301,7 +301,7 @@ def without_memory(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _beside(first: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor like another in the memory of one that takes none."""
+    """A tensor of the shape and strides of ``tensor`` that shares the empty storage of ``first``."""
     bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     bare.set_(first.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
     first.untyped_storage().resize_(0)
@@ -309,21 +309,21 @@ def _beside(first: Tensor, tensor: Tensor) -> Tensor:
 
 
 def blueprint(model: nn.Module) -> nn.Module | AutotpError:
-    """A copy of a model to capture, whose parameters and buffers take no memory; or why there is none."""
+    """A copy of a model to capture, whose parameters and buffers take no memory; or the error, if it cannot be copied."""
     tensors: dict[int, Tensor] = {}
     memories: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         bare = without_memory(tensor, tensor.dtype)
-        if not tensor.is_meta and tensor.layout is torch.strided:  # what shares memory must be seen to
+        if not tensor.is_meta and tensor.layout is torch.strided:  # keep which tensors share memory
             first = memories.setdefault(tensor.untyped_storage().data_ptr() or id(tensor), bare)
             bare = bare if first is bare else _beside(first, tensor)
         tensors[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
     for value in [value for module in model.modules() for value in vars(module).values()]:
-        if isinstance(value, Tensor) and value.grad_fn is not None:  # a weight as prune and weight_norm make it in a hook
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # a weight that prune or weight_norm computes in a hook
             tensors[id(value)] = value.detach()
     try:
         return copy.deepcopy(model, dict(tensors))
-    except Exception as error:  # noqa: BLE001 - what a model holds besides tensors is its own
+    except Exception as error:  # noqa: BLE001 - the model's attributes may raise anything
         return AutotpError(
             f"this call needs a program of its own, and {type(model).__name__} cannot be copied to make one "
             f"({type(error).__name__}: {error}); distribute the model again in that mode and with such inputs"
@@ -331,15 +331,15 @@ def blueprint(model: nn.Module) -> nn.Module | AutotpError:
 
 
 class Unkept(set[str]):
-    """Paths of attributes that the model's forward sets, and no program does: what is read there would be out of date."""
+    """Paths of attributes that the model's forward sets and programs do not, so their values would be out of date."""
 
     def require(self, path: str, name: str, error: type[Exception]) -> None:
-        """Refuses one of them.
+        """Raises if an attribute is one of them.
 
         Args:
-            path: of a module.
-            name: of an attribute of it.
-            error: what to raise.
+            path: of the module.
+            name: of the attribute.
+            error: the type of the exception.
         """
         if (whole := f"{path}.{name}".lstrip(".")) in self:
             raise error(

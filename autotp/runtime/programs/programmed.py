@@ -1,4 +1,4 @@
-"""What a module whose calls run programs has, whether one process hosts one of its devices or all."""
+"""Base class of modules whose calls run programs, whether a process hosts one of the devices or all of them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class Programmed(nn.Module):
     """A module whose calls run `Programs`."""
 
     _programs: Programs
-    _moded: Sequence[nn.Module]  # that stand for the model's modules, in order
+    _moded: Sequence[nn.Module]  # counterparts of the model's modules, in the order of ``model.modules()``
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """The programs that there are, the first plan's first; each has its ``plan``."""
+        """The programs made so far, beginning with that of the first plan; each has its ``plan``."""
         return self._programs.every
 
     def prepare(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, mode: str | None = None
     ) -> Program:
-        """Makes the program of a call ahead of time, on all processes; the call that first needs it would make it.
+        """Makes the program of a call ahead of time; otherwise, the first call that needs it does. A collective call.
 
         Args:
-            args, kwargs: of such a call; nothing is computed.
-            mode: ``train``, with all modules in training and gradients, or ``inference``, in evaluation and without. Left
-                out, as the module and torch's switch for gradients are now.
+            args, kwargs: example arguments of the call; nothing is computed.
+            mode: ``train`` (all modules in training, with gradients) or ``inference`` (all modules in evaluation, without
+                gradients). By default, the module's current mode and ``torch.is_grad_enabled()``.
 
         Raises:
-            AutotpError: an argument is wrong, or there are as many programs as there may be.
-            PlanMismatchError: the processes ask for different programs.
+            AutotpError: an argument is wrong, or the maximum number of programs is reached.
+            PlanMismatchError: the processes prepare different programs.
         """
         require_call(args, kwargs)
         args, kwargs = tree_map(self._given, (args, kwargs or {}))
@@ -50,30 +50,30 @@ class Programmed(nn.Module):
         return self._programs.of(key, args, kwargs)
 
     def _given(self, leaf: Any) -> Any:
-        """What a call passes, as a program takes it."""
+        """Converts a leaf of a call's arguments to what programs take."""
         return leaf
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leaves the gradients of forward passes in this context unreduced, as ``DistributedDataParallel.no_sync`` does.
 
-        They are summed on each device, in the layouts in which operators give them, until the backward pass of a forward
-        pass outside this context: that reduces the sum of all. Parameters' ``.grad`` stay as they are until then, and have
-        the total after it. The last micro-batch must therefore run outside, before ``optimizer.step()``; to change
-        parameters earlier is an error in the next pass. ``optimizer.zero_grad()`` does not know of sums that wait, and
-        keeps them; this module's ``zero_grad()`` drops them. ``torch.autograd.grad`` sees no parameter here.
+        They are summed on each device, in the layouts in which operators compute them, until the backward pass of a
+        forward pass outside this context, which reduces the sums. Parameters' ``.grad`` do not change until then, and hold
+        the total afterwards. The last micro-batch must therefore run outside, before ``optimizer.step()``; the next forward
+        pass raises an error if parameters were changed earlier. ``optimizer.zero_grad()`` does not affect unreduced sums;
+        this module's ``zero_grad()`` drops them. ``torch.autograd.grad`` finds no parameters for passes in this context.
         """
         with self._programs.not_syncing():
             yield
 
     def __copy__(self) -> Any:
-        """A module of the same parameters and buffers, as copying any module gives."""
+        """A shallow copy with the same parameters and buffers, as ``copy.copy`` returns for any module."""
         made: Any = object.__new__(type(self))
         made.__dict__ |= self.__dict__
         return made
 
     def __reduce__(self) -> Any:
-        """Refuses.
+        """Always raises, as a distributed module cannot be pickled.
 
         Raises:
             AutotpError: always; process groups end with the job.
@@ -84,18 +84,18 @@ class Programmed(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Programmed:
-        """As a module's own, which ``to``, ``half`` and others call; calls then run programs for the new dtypes.
+        """As `nn.Module._apply`, which ``to``, ``half`` and others call; later calls run programs for the new dtypes.
 
-        On another device than the graphs', calls are errors until it is moved back.
+        If the module leaves the graphs' device, calls raise an error until it is moved back.
         """
         super()._apply(fn, recurse)
         self._programs.applied(self)
         return self
 
     def train(self, mode: bool = True) -> Programmed:
-        """As the model's own, which may leave some modules as they are."""
+        """Sets the modes as the model's own ``train`` does, which may leave some modules unchanged."""
         model = self._programs.model
-        if not isinstance(model, nn.Module):  # which cannot be copied
+        if not isinstance(model, nn.Module):  # the model could not be copied
             return super().train(mode)
         pairs = [*zip(self._moded, model.modules(), strict=True)]
         for mine, its in pairs:
@@ -106,7 +106,7 @@ class Programmed(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As a module's own; gradients that wait to be reduced are dropped too."""
+        """As `nn.Module.zero_grad`; gradients that are not reduced yet are dropped too."""
         for program in self._programs.waiting:
             program.accumulation.drop()
         super().zero_grad(set_to_none)

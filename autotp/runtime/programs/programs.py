@@ -1,4 +1,4 @@
-"""All programs of one module, which are made when calls first need them."""
+"""All programs of one module, each made when a call first needs it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ __all__ = ["MOST", "Programs"]
 
 _log = logging.getLogger("autotp.programs")
 
-#: Programs that a module may have, if nothing else is said.
+#: Default maximum number of programs of a module.
 MOST = 16
 
-#: What a program may be asked for: mode -> whether modules are in training, and gradients wanted.
+#: Mode of a program -> whether modules are in training and gradients are computed.
 MODES = {"train": True, "inference": False}
 
 
@@ -55,19 +55,19 @@ class Programs:
     """The programs of one module.
 
     Args:
-        model: of which programs are made, whose modules' modes are set for each; or why there can be no more.
-        plan: the first one's.
-        rewritten: the graph sharded by it.
-        world: that the graphs run in.
+        model: the copy from which programs are captured, whose modules' modes are set for each; an error if there is none.
+        plan: of the first program.
+        rewritten: the graph sharded by that plan.
+        world: in which the graphs run.
         agreement: of the processes that run the module together.
-        how: how the graphs of a plan are overlapped; None: they run as they are.
+        how: plan -> how its graphs are overlapped; None: they run unscheduled.
         training: whether each of the model's modules is in training.
-        most: how many programs there may be.
+        most: the maximum number of programs.
         device: on which they run.
         layouts: parameter name -> the layout in which it rests.
-        even: whether devices whose parts have equal shapes have one graph, made once.
-        debug: whether every call is checked (see ``of``), and the numbers of every pass (see ``Monitor``).
-        inputs: see `autotp.parallelize`; where parts of the batch may differ, every call finds out (see ``joined``).
+        even: whether devices share one pair of scheduled graphs if the shapes of their parts are equal.
+        debug: whether the ranks compare every call (see ``of``), and check the numbers of every pass (see ``Monitor``).
+        inputs: see `autotp.parallelize`; with ``uneven``, the ranks compare their parts' sizes in every call (``joined``).
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Programs:
 
     @property
     def every(self) -> tuple[Program, ...]:
-        """All of them, in the order in which they were made; one may run calls of several kinds."""
+        """All programs, in the order in which they were made; one may run calls of several kinds."""
         return tuple(dict.fromkeys(self.known.values()))
 
     @property
     def waiting(self) -> list[Program]:
-        """Those whose gradients are not reduced yet."""
+        """The programs with gradients that are not reduced yet."""
         return [program for program in self.every if program.accumulation.waiting]
 
     def anew(self) -> Programs:
-        """For another module of the same plans, whose gradients are its own."""
+        """A copy for another module with the same plans, with accumulated gradients of its own."""
         made = copy.copy(self)
         own = {each: replace(each, accumulation=each.accumulation.anew()) for each in self.every}
         made.known = {key: own[each] for key, each in self.known.items()}
@@ -129,7 +129,7 @@ class Programs:
 
     @contextmanager
     def not_syncing(self) -> Iterator[None]:
-        """Passes that begin in here leave their gradients unreduced."""
+        """Leaves the gradients of forward passes in this context unreduced."""
         before, self.syncing = self.syncing, False
         try:
             yield
@@ -137,11 +137,11 @@ class Programs:
             self.syncing = before
 
     def watch(self, outputs: Sequence[Any], parts: Callable[[Program], Mapping[str, Any]]) -> None:
-        """Lets a backward pass from these outputs reduce, when it is over, the gradients that wait then.
+        """Registers hooks by which a backward pass from these outputs reduces, at its end, all gradients that wait for it.
 
         Args:
-            outputs: of a pass.
-            parts: gives a program's placeholder -> the parameter's part, whose gradients go on to the parameter.
+            outputs: of a forward pass.
+            parts: program -> its placeholder -> the parameter's local part, through which gradients reach the parameter.
         """
         for program in self.every if self.syncing else ():
             if program.accumulation.used:
@@ -150,15 +150,15 @@ class Programs:
     def key(
         self, modules: Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], mode: str | None = None
     ) -> tuple[Key, list[Tensor]]:
-        """What a call is, and its tensors in the order of the captured graph's inputs.
+        """The key of a call, and its tensors in the order of the captured graph's inputs.
 
         Args:
-            modules: that stand for the model's, in order.
+            modules: the distributed module's counterparts of ``model.modules()``, in the same order.
             args, kwargs: of the call.
-            mode: one of `MODES`; left out, as the modules and torch's own switch for gradients are now.
+            mode: one of `MODES`; by default, the modules' current modes and ``torch.is_grad_enabled()``.
 
         Raises:
-            AutotpError: the mode is unknown, the call is transformed, or the module has been moved.
+            AutotpError: the mode is unknown, the call is under torch.func or forward-mode AD, or the module has been moved.
             TypeError: the arguments do not fit the model's signature.
         """
         if mode is not None and mode not in tuple(MODES):
@@ -168,7 +168,7 @@ class Programs:
         if transforming():
             raise AutotpError("torch.func and forward-mode gradients cannot transform what is sharded; transform the model")
         training = tuple(each.training if mode is None else MODES[mode] for each in modules)
-        # A plan for inference has counted no memory for gradients; they are right, when someone asks for them.
+        # A plan for inference includes no memory for gradients; gradients are still correct if they are computed.
         gradients = self.plan.mode == "train" and (torch.is_grad_enabled() if mode is None else MODES[mode])
         leaves, structure = flat(self.signature.parameters, args, kwargs)
         tensors = [dense(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -180,20 +180,20 @@ class Programs:
         return lying(tensors, [*(each.captured for each in self.every), *more], drawn=self.world.seeds.ordered)
 
     def applied(self, module: nn.Module) -> None:
-        """Makes programs from now on for the dtypes that a module's parameters and buffers have now, on the same device."""
+        """Updates the dtypes in the keys of calls after `nn.Module._apply`, and notes if the module has left its device."""
         state = named_state(module).items()
         self.cast = tuple((name, each.dtype) for name, each in state if self.dtypes.get(name, each.dtype) != each.dtype)
         where = f", and the graphs run on {self.device.type}: move the module back to call it"
         self.moved = next((f"{n} is on {t.device.type}{where}" for n, t in state if t.device.type != self.device.type), "")
 
     def parts(self, key: Key) -> tuple[bool, ...]:
-        """For every tensor of a call whether it is a part of the batch: as in the first program, else as lengths say."""
+        """Whether each tensor of a call is a part of the batch: as in the first program, else by the length of dim 0."""
         tensors = key.tensors
         lengths = parts_of([shape for _, shape in tensors])
         return tuple(self.cut.get(name, part) for (name, _), part in zip(tensors, lengths, strict=True))
 
     def joined(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]) -> Joined | None:
-        """The call with the rows of all ranks, where these may differ in number and do.
+        """The call with the joined rows of all ranks; None if the calls are equal or parts must have equal sizes.
 
         Args:
             key, args, kwargs, inputs: of the call.
@@ -217,17 +217,17 @@ class Programs:
         inputs: Sequence[Tensor] | None = None,
         frozen: tuple[str, ...] = (),
     ) -> Program:
-        """The program of a call; it is made, on all processes alike, where there is none yet.
+        """The program of a call; it is made, on all processes, if there is none yet.
 
         Args:
-            key: the call's.
+            key: of the call.
             args, kwargs: of the call.
-            inputs: its tensors, whose values are checked in the first call of every kind; None: nothing is computed.
-            frozen: names of the parameters that have no gradients, which has to be so on all processes.
+            inputs: its tensors, whose values are compared in the first call of every kind; None: nothing is computed.
+            frozen: names of the parameters without gradients, which must be the same on all processes.
 
         Raises:
-            AutotpError: there are as many programs as there may be, or none can be made.
-            PlanMismatchError: on every process, where their calls differ, or inputs that should be the same.
+            AutotpError: the maximum number of programs is reached, or the program cannot be made.
+            PlanMismatchError: on every process, if their calls differ, or inputs that must be equal.
         """
         unseen = inputs is not None and (key not in self.checked or self.debug)
         checked, call = unseen or key not in self.known, Call(key, frozen, self.syncing or not key.gradients)
@@ -262,7 +262,7 @@ class Programs:
         )
         self.changed |= {each.path for each in rewritten.captured.changed}
         tensors = [dense(leaf) for leaf in flat(self.signature.parameters, args, kwargs)[0] if isinstance(leaf, Tensor)]
-        key = replace(key, orders=self._orders(tensors, rewritten.captured))  # it may be the first for which they matter
+        key = replace(key, orders=self._orders(tensors, rewritten.captured))  # this graph may be the first to need it
         mine = key, plan, rewritten.captured
         same = [each for known, each in self.known.items() if run_alike(mine, (known, each.plan, each.captured))]
         if not same and len(self.every) >= self.most:
@@ -307,7 +307,7 @@ class Programs:
         return require_own(made, [each.captured for each in self.every])
 
     def _planned(self, key: Key, captured: Captured) -> Plan:
-        """The plan of a program: of the first plan's family and within its memory, if there is one."""
+        """The plan of a program: with the first plan's family and memory bound, if such a plan exists."""
         whole, taken = whole_layout(len(self.plan.mesh_shape)), trained_bytes(self.first.captured, self.plan)
         first = Options.of(replace(self.plan, strategy=self.plan.strategy if self.plan.strategy in FAMILIES else "auto"))
         asked = replace(

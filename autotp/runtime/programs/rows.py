@@ -1,8 +1,8 @@
-"""Rows of a batch that the ranks hold in parts: what they return of them, and parts of different sizes.
+"""Batches whose rows are distributed over the ranks: joining parts of different sizes, and slicing outputs and gradients.
 
-No graph is made for parts that differ: means and norms over the batch would weigh their rows wrongly. The ranks give each
-other their rows instead, and run the program of the whole batch, which splits that as its plan says; each is given back
-the rows that it brought.
+No graph is made for parts of different sizes, as means and norms over the batch would weight their rows wrongly. Instead,
+the ranks all-gather their rows and run the program of the whole batch, which splits it as its plan says. Each rank returns
+the output rows of its own part.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _UNSPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A call with the rows of all ranks.
+    """A call with the joined rows of all ranks.
 
     Attributes:
-        key, args, kwargs, inputs: of that call (see `Programs.key`).
-        rows: of every input with rows, where those that this rank brought begin and end, and how many all have brought.
+        key, args, kwargs, inputs: the key and the arguments of the joined call (see `Programs.key`).
+        rows: per input that is a part of the batch, where this rank's rows begin and end, and the total number of rows.
     """
 
     key: Key
@@ -54,7 +54,7 @@ class Joined:
     rows: Sequence[tuple[int, int, int]]
 
     def own(self, size: int) -> slice:
-        """This rank's part of ``size`` rows that were made of the batch."""
+        """This rank's slice of an output with ``size`` rows, computed from the joined batch."""
         begin, end, count = max((each for each in self.rows if each[2] and size % each[2] == 0), key=lambda each: each[2])
         return slice(begin * size // count, end * size // count)
 
@@ -69,18 +69,19 @@ def joined(
     bound: Callable[..., Mapping[str, Any]],
     inputs: Sequence[Tensor],
 ) -> Joined:
-    """A call with the rows of all ranks, which brought different numbers.
+    """Joins the rows of all ranks, whose parts of the batch have different sizes, into one call. A collective call.
 
     Args:
         agreement: of the processes.
-        part: which part of the batch is this rank's.
-        first: whether it is the one that sends its rows, of all ranks that are given this part.
-        key, call, inputs: what this rank was called for; ``parts``, which of the inputs are parts of the batch.
-        bound: gives a call's arguments by name.
+        part: identifies this rank's part of the batch: its coordinates on the mesh axes that split the batch.
+        first: whether this rank sends the rows, among the ranks that are given the same part.
+        key, call, inputs: this rank's call, as key, as ``(args, kwargs)`` and as tensors.
+        parts: which of the inputs are parts of the batch.
+        bound: returns the arguments of a call by name, given its ``args`` and ``kwargs``.
 
     Raises:
-        PlanMismatchError: on every rank, where their calls differ in more than numbers of rows, ranks that are given the
-            same part of the batch have different ones, or an argument's rows are not as many as those of the batch.
+        PlanMismatchError: on every rank, if the calls differ in more than the numbers of rows, if ranks with the same part
+            of the batch made different calls, or if an argument's rows are not divided as those of the batch.
     """
     cut = iter(parts)
     less = [_less(each) if isinstance(kind, torch.dtype) and next(cut) else each for kind, each in key.leaves]
@@ -124,15 +125,15 @@ def joined(
 
 
 def known_rows(key: Key, parts: Sequence[bool], known: Iterable[Program], captured: Captured) -> frozenset[int] | None:
-    """Numbers of the outputs that have rows of a joined batch of one row: no rule follows a dim of size 1.
+    """Indices of the outputs whose dim 0 is the batch, for a joined batch of one row: no rule follows a dim of size 1.
 
     Args:
-        key, parts: of the call; which of its tensors are parts of the batch.
-        known: the programs so far; one of as many outputs, for more rows, says it.
-        captured: its graph.
+        key, parts: the call's key, and which of its tensors are parts of the batch.
+        known: the programs so far, among which one with the same number of outputs and more rows is looked up.
+        captured: the call's graph.
 
     Returns:
-        None, where rules say it: for more rows.
+        The indices; None if the rules determine them: no rows were joined, or the batch has more than one.
 
     Raises:
         AutotpError: there is no such program.
@@ -151,17 +152,17 @@ def known_rows(key: Key, parts: Sequence[bool], known: Iterable[Program], captur
 def require_same_inputs(
     key: Key, parts: Sequence[bool], every: Sequence[tuple[tuple[int, ...], str, Sequence[Any]]], ways: int | None
 ) -> None:
-    """Checks what all ranks were called for.
+    """Checks that all ranks made the same call with consistent inputs.
 
     Args:
-        key, parts: of the call; which of its tensors are parts of the batch.
-        every: of every rank which part of the batch is its own, its call, and a checksum of each tensor; of none where
-            nothing is computed.
-        ways: in how many parts the ranks are given the batch; None: each is given the whole one.
+        key, parts: the call's key, and which of its tensors are parts of the batch.
+        every: per rank, its part of the batch, its call as text, and a checksum of each tensor; no checksums if nothing is
+            computed.
+        ways: the number of parts in which the ranks are given the batch; None: each is given the whole batch.
 
     Raises:
-        PlanMismatchError: ranks made different calls, or have different values of what should be the same, or the same of
-            what is taken for parts of a batch and may be none.
+        PlanMismatchError: ranks made different calls, have different values where they must be equal, or all have equal
+            values of an argument that is taken for a part of the batch only because its dim 0 is a multiple of the batch.
     """
     for rank, (_, call, _) in enumerate(every):
         if call != every[0][1]:
@@ -198,19 +199,19 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 def _less(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape, but for the number of rows."""
+    """The number of dims and the sizes of all dims but the first, which may differ between ranks."""
     return (len(shape), *shape[1:])
 
 
 def own_rows(value: Tensor, ways: int, call: Joined | None, world: World, axes: tuple[int, ...]) -> Tensor:
-    """This rank's rows of an output. What ranks compute from theirs is averaged, as FSDP2 and DDP do.
+    """This rank's rows of an output; gradients are those of the mean over ranks, as with FSDP2 and DDP.
 
     Args:
-        value: as the graph returns it: these rows, or with ``call`` those of all ranks.
-        ways: in how many parts the ranks have the batch.
-        call: that the graph ran for, if it has the rows of all ranks.
+        value: the graph's output: this rank's rows, or the rows of all ranks if ``call`` is given.
+        ways: the number of parts in which the ranks have the batch.
+        call: the joined call that the graph ran for; None if no rows were joined.
         world: of the graph.
-        axes: of its mesh that split the batch.
+        axes: the mesh axes that split the batch.
     """
     if call is not None:
         if value.requires_grad:
@@ -220,22 +221,24 @@ def own_rows(value: Tensor, ways: int, call: Joined | None, world: World, axes: 
 
 
 def own_inputs(inputs: Sequence[Tensor], parts: Sequence[bool], ways: int) -> list[Tensor]:
-    """Inputs whose gradients are of what this rank computes, as with FSDP2 and DDP, and not of the mean over ranks.
+    """The inputs, with gradients of what this rank computes instead of the mean over ranks, as with FSDP2 and DDP.
 
     Args:
         inputs: of a call.
-        parts: which of them are this rank's rows, and no ``DTensor``.
-        ways: in how many parts the ranks have the batch.
+        parts: which inputs are parts of the batch that were passed as plain tensors, not as ``DTensor``.
+        ways: the number of parts in which the ranks have the batch.
     """
     pairs = zip(inputs, parts, strict=True)
     return [_Divided.apply(value, 1 / ways) if part and value.requires_grad else value for value, part in pairs]
 
 
 class _Divided(torch.autograd.Function):
+    """The identity; its backward pass divides the gradient by ``divisor``."""
+
     @staticmethod
     def forward(ctx: Any, value: Tensor, divisor: float) -> Tensor:  # type: ignore[override]
         ctx.divisor = divisor
-        return value.detach()  # a view made in here could not be changed in place outside
+        return value.detach()  # a view that is created here could not be changed in place by the caller
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -243,7 +246,7 @@ class _Divided(torch.autograd.Function):
 
 
 class _Brought(torch.autograd.Function):
-    """All rows in place of those that this rank brought, which have the gradients of their own."""
+    """Returns the joined rows ``whole`` in place of this rank's rows ``mine``, which get the gradient of their slice."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, whole: Tensor, begin: int) -> Tensor:  # type: ignore[override]

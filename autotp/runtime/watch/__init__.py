@@ -1,6 +1,6 @@
-"""What a job notices of its faults while it runs.
+"""Detects faults of a running job: ranks that make different calls, fail, or wait long for a collective.
 
-Input: what the processes of a job do. Output: an error or a log line that says what is wrong, on which rank, and where.
-`watch` is a thread in every process that compares calls, and tells the ranks that wait long where the others are; it asks
-`stacks` where its process is.
+Input: the calls and waits of a job's processes. Output: an error or a log line that says what is wrong, on which rank, and
+where. `watch` runs a thread in every process that compares the ranks' calls, and tells ranks that wait long where the
+others are. `stacks` reads the stacks of the process's threads.
 """

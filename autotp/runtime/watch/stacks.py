@@ -1,4 +1,4 @@
-"""Where the threads of a process are."""
+"""Reads the stacks of the threads of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["Line", "caller", "is_users", "stacks"]
 
-#: Sources that are not the user's.
+#: Path prefixes of sources that are not the user's.
 _PATHS = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 _PACKAGES = (str(Path(__file__).parents[3] / name) for name in ("autotp", "passes", "costmodel"))
 _FOREIGN = (*_PATHS, *_PACKAGES, str(Path(torch.__file__).parent), "<")
@@ -26,7 +26,7 @@ _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class Line(NamedTuple):
-    """Where a call of a thread's is."""
+    """A frame of a thread's stack: file, line number and function."""
 
     path: str
     number: int
@@ -38,12 +38,12 @@ class Line(NamedTuple):
 
 @functools.cache
 def is_users(path: str) -> bool:
-    """Whether a source is the user's."""
+    """Whether a source file is the user's: neither of Python, an installed package, torch nor autotp."""
     return not path.startswith(_FOREIGN)
 
 
 def caller() -> Line | None:
-    """The line of the user's that this thread is at."""
+    """The innermost frame of the calling thread that is in the user's source; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -51,11 +51,12 @@ def caller() -> Line | None:
 
 
 def stacks() -> dict[int, list[Line]]:
-    """Where every thread is, its last call first; to be asked rarely.
+    """Thread identifier -> the thread's stack, innermost frame first. Call this rarely, as it is not always safe.
 
-    Python 3.11 has no way that is always safe. A frame that is made (`sys._current_frames`) while its thread clears it,
-    and waits for the GIL, outlives what it shows; what a function had would end with its frame, late. faulthandler makes
-    none, but meets threads that C++ is just making known to Python, as it does for each tensor that it lets go of.
+    Python 3.11 has no way that is always safe. `sys._current_frames` makes frame objects: one that is made while its thread
+    clears the frame and waits for the GIL outlives the frame, and delays the release of the function's locals. faulthandler
+    makes no frame objects, but may meet threads that C++ is just registering with Python, as it does for each tensor that
+    it releases.
     """
     found: dict[int, list[Line]] = {}
     with tempfile.TemporaryFile("w+") as file:

@@ -1,10 +1,10 @@
-"""A thread in every process of a job, by which ranks learn of each other while they wait.
+"""A thread in every process of a job, by which ranks learn of each other while they wait for collectives.
 
-Every few seconds it leaves a record in the job's store: what the module was called for lately, and where the process is.
-The records of two neighbours must agree on the calls that both have made; if not, all ranks raise that. A rank that waits
-long for a collective reads all records, and logs where the others are. The thread that computes only assigns to
-`passes.world.whereabouts.Whereabouts`, so that an ordinary step costs nothing. Where it fails, it says so in the store
-itself: the others would wait for it in vain, or take its next collective for the one that it owes them.
+Every few seconds, the thread writes a record to the job's store: the module's latest calls, and where the process is. The
+records of two neighbouring ranks must agree on the calls that both have made; if not, all ranks raise an error. A rank that
+waits long for a collective reads all records, and logs where the others are. The computing thread only assigns to
+`passes.world.whereabouts.Whereabouts`, so that an ordinary step costs nothing. If it fails, it writes that to the store
+itself: otherwise, the others would wait for it in vain, or match its next collective with the one that they wait for.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = ["Watch", "require_sound_group", "watching"]
 
 _log = logging.getLogger("autotp.watch")
 
-#: Calls of a record. Neighbours read records every few seconds, and remember more calls of their own.
+#: Calls in a record. Neighbours read it every few seconds, and remember more calls of their own.
 _CALLS = 256
-#: Sources of torch's collectives.
+#: Folder of the sources of torch's collectives.
 _COLLECTIVES = str(Path(dist.__file__).parent)
-#: Begins what the description of a process group says of ranks that failed: torch has it for as long as the group.
+#: Precedes the report of a failed rank in a process group's description, which torch keeps as long as the group.
 _MARK = "; autotp: "
 
 
 class Watch:
-    """Tells the other processes of a job what this one is doing.
+    """Tells the other processes of a job what this one is doing, and detects faults of theirs.
 
     Args:
-        whereabouts: what that is.
-        store: the job's, which this thread has for itself.
-        rank, ranks: of this process, and how many there are.
-        patience: seconds after which a wait is long.
+        whereabouts: the state of this process.
+        store: a client of the job's store that only this object uses.
+        rank, ranks: this process's rank, and the number of ranks.
+        patience: seconds after which a wait counts as long.
     """
 
     def __init__(self, whereabouts: Whereabouts, store: Any, rank: int, ranks: int, patience: float) -> None:
@@ -64,7 +64,7 @@ class Watch:
 
     @property
     def period(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two calls of `look`."""
         return min(2.0, self.patience / 8)
 
     def start(self) -> None:
@@ -72,7 +72,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; Python must not end while it runs. The thread itself may call this: it collects garbage, too."""
+        """Ends the thread, which must not outlive Python. The thread may call this itself, as it collects garbage too."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -81,14 +81,14 @@ class Watch:
         try:
             while not self._ended.wait(self.period) and dist.is_initialized():
                 self.look()
-            if dist.is_initialized():  # others may have the module yet
+            if dist.is_initialized():  # other ranks may still hold the module
                 record = self._record("has the module no more") | {"ended": True}
                 self.store.set(f"rank {self.rank}", json.dumps(record))
-        except Exception as error:  # noqa: BLE001 - a job that ends takes its store along
+        except Exception as error:  # noqa: BLE001 - the store ends with the job
             _log.debug("the watch ends: %s", error)
 
     def look(self) -> None:
-        """Leaves a record, and reads what concerns this rank."""
+        """Writes this rank's record, and reads a neighbour's and the problems that ranks have reported."""
         key = self._key("failed")
         waited, place = self._seen()
         if self.whereabouts.early:
@@ -112,12 +112,12 @@ class Watch:
             _log.warning("rank %d %s for %.0f s. %s", self.rank, place, waited, self.whereabouts.others)
 
     def failed(self, error: BaseException, operator: str) -> CollectiveError | None:
-        """See `passes.world.whereabouts.Job`; waits until it is known whether the others fail alike."""
+        """See `passes.world.whereabouts.Job`; waits until it is known whether all ranks fail at the same point."""
         mine = self._said(error, operator)
 
         def ask() -> CollectiveError | None:
             first = self._tell(mine, self._key("failed"))
-            lone = isinstance(error, CollectiveError) or not isinstance(error, Exception)  # as an interrupt is
+            lone = isinstance(error, CollectiveError) or not isinstance(error, Exception)  # such as KeyboardInterrupt
             if lone or first["where"] != mine["where"] or not self._all_alike():
                 return self._apart(first)
             self._alike += 1
@@ -141,16 +141,16 @@ class Watch:
         return self._asked(lambda: self._apart(self._tell(mine, self._key("failed"))), _refusal(self.rank, "", told))
 
     def _asked(self, ask: Callable[[], CollectiveError | None], unheard: CollectiveError | None) -> CollectiveError | None:
-        """What the store says, asked for by a thread that computes; ``unheard`` where it says nothing.
+        """Calls ``ask``, which uses the store, for the computing thread; ``unheard`` if the store does not answer.
 
-        A store waits without end for a process that has it and is stopped: so must another thread, and not this one.
+        If the process that hosts the store is stopped, a request never returns: therefore, another thread makes it.
         """
         answer = [unheard]
 
         def run() -> None:
             try:
                 answer[0] = ask()
-            except (RuntimeError, ValueError) as ended:  # of the store or the group, with the job
+            except (RuntimeError, ValueError) as ended:  # the store or the group ended with the job
                 _log.debug("nothing is heard of the others: %s", ended)
 
         if self._asking is None or not self._asking.is_alive():
@@ -164,7 +164,7 @@ class Watch:
         return answer[0]
 
     def _said(self, error: BaseException, operator: str) -> dict[str, Any]:
-        """What is told of a failure; all that fail alike are in the same place."""
+        """The report of a failure; its ``where`` is equal on ranks that fail at the same point."""
         own, name = self.whereabouts, type(error).__name__
         reason = next(iter(str(error).splitlines()), "")
         why = f"{operator and f' at {operator}'}: {name}{reason and f': {reason}'}"
@@ -176,11 +176,11 @@ class Watch:
         return f"{what} {self._alike}"
 
     def _tell(self, mine: Mapping[str, Any], key: str) -> Any:
-        """Says that this rank failed, unless another has said so; what the first said."""
+        """Reports that this rank failed, unless another has reported before; returns the first report."""
         return json.loads(self.store.compare_set(key, "", json.dumps(mine)))
 
     def _first_failed(self, waits: float) -> CollectiveError | None:
-        """What is wrong, as in ``told``; this thread waits for the store."""
+        """The error of the first failed rank, as in ``told``; the calling thread waits for the store."""
         if self.store.check([self._key("failed")]):
             first = json.loads(self.store.get(self._key("failed")))
             if first["where"][1] < waits:
@@ -188,7 +188,7 @@ class Watch:
         return None
 
     def _all_alike(self) -> bool:
-        """Whether all ranks fail as the first did; those that did not hear of it go on, and will."""
+        """Whether all ranks report the same failure within the patience; those that have not failed yet go on meanwhile."""
         until = time.monotonic() + self.patience
         self.store.add(self._key("alike"), 1)
         while time.monotonic() < until and not self.store.check([self._key("apart")]):
@@ -198,17 +198,17 @@ class Watch:
         return False
 
     def _apart(self, first: Mapping[str, Any]) -> CollectiveError:
-        """The ranks' collectives do not match any more: says so to all, and marks the process group."""
+        """The error that the ranks' collectives no longer match; tells all ranks, and marks the process group."""
         self.store.set(self._key("apart"), "")
         if not _mark():
             describe_group(default_group(), f"{default_group().group_desc}{_MARK}{first['told']}")
         return _refusal(first["rank"], first["operator"], first["told"])
 
     def _seen(self) -> tuple[float, str]:
-        """For how many seconds the process has been waiting for one collective, autotp's or another, and where it is.
+        """How many seconds the process has waited for the current collective, autotp's or another, and where it is.
 
-        Its stack is read only if the module has done nothing for a while, and then ever more rarely, and before a wait is
-        reported. Collectives that begin, in whatever group, end a wait: of all of them the stack may be the same.
+        The stack is read only if the module has done nothing for a while, at growing intervals, and before a wait is
+        reported. A collective that begins, in any group, ends a wait, as successive collectives may have the same stack.
         """
         own, now, begun = self.whereabouts, time.monotonic(), collectives_begun()
         done = own.calls, own.waits, own.waiting is None
@@ -233,13 +233,13 @@ class Watch:
         return {"beat": self.beat, "place": place, "trail": trail, "texts": texts}
 
     def _calls(self) -> dict[int, tuple[Any, bool]]:
-        """The last calls, by number, and whether the ranks are comparing them."""
+        """Number of a call -> the call, and whether the ranks are comparing it now; for the latest calls."""
         checking = self.whereabouts.checking
         found = {number: (call, False) for number, call in list(self.whereabouts.trail)}
         return found if checking is None else found | {checking[0]: found.get(checking[0], (checking[1], True))}
 
     def _place(self, waited: float) -> str:
-        """Where the process is, in words."""
+        """Describes where the process is, for messages."""
         own = self.whereabouts
         waiting = own.waiting
         if waiting is None and waited > self.period:
@@ -250,16 +250,16 @@ class Watch:
         return f"{place}{_at(mine)}, {last}"
 
     def _of(self, rank: int) -> Any:
-        """A rank's last record, if there is one."""
+        """A rank's latest record; None if there is none."""
         key = f"rank {rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def _difference(self, rank: int, theirs: Mapping[str, Any]) -> str:
-        """What two ranks called the module for, where that is not the same."""
+        """Describes the first call in which this rank and another differ; empty if they agree."""
         mine = self._calls()
         for number, digest, checking in theirs["trail"]:
             call, checks = mine.get(number, (None, True))
-            # Of calls that both compare themselves, they will tell.
+            # Calls that both ranks are comparing raise an error there.
             if not (checking and checks) and call is not None and _digest(str(call)) != digest:
                 return (
                     f"the ranks made different calls: call {number} of the module was for {call} on rank "
@@ -269,7 +269,7 @@ class Watch:
         return ""
 
     def _others(self) -> str:
-        """Where the other ranks are, those in one place together."""
+        """Describes where the other ranks are, grouped by place."""
         places: dict[str, list[int]] = {}
         for rank in range(self.ranks):
             if rank == self.rank:
@@ -291,7 +291,7 @@ def _at(line: Line | None) -> str:
 
 
 def _mark() -> str:
-    """What a rank told when it failed, if that was in the job's process group as it is now."""
+    """The failure that marks the job's current process group; empty if there is none."""
     try:
         return default_group().group_desc.partition(_MARK)[2]
     except ValueError as error:
@@ -302,10 +302,10 @@ def _mark() -> str:
 
 
 def require_sound_group() -> None:
-    """Checks that no rank has failed in the job's process group, as far as this one was told.
+    """Checks that no rank is known to have failed in the job's process group.
 
     Raises:
-        CollectiveError: one has.
+        CollectiveError: a rank has failed.
     """
     if told := _mark():
         raise _refusal(dist.get_rank(), "", told)
@@ -330,15 +330,14 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def watching(whereabouts: Whereabouts) -> Watch | None:
-    """A thread that watches this process of a job, started; None where the job's store has no further clients.
+    """Starts a `Watch` of this process of a job; None if the job's store allows no further client.
 
-    Args:
-        whereabouts: of this process. A wait is long that takes 30 s, or a quarter of the process group's time limit.
+    A wait counts as long after 30 s, or after a quarter of the process group's time limit if that is less.
     """
     whole: Any = default_store()
     try:
-        store = whole.clone()  # a client of its own, which never waits for the thread that computes
-    except RuntimeError:  # it is in this process, as that of torch's fake process group
+        store = whole.clone()  # a client of its own, which never waits for the computing thread
+    except RuntimeError:  # the store is in this process, as for torch's fake process group
         return None
     rank = dist.get_rank()
     number = store.add(f"autotp/watches/{rank}", 1)
