@@ -231,6 +231,26 @@ def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.cat.default, (some, given["dim"]), like=node) if alike and 0 < len(some) < len(tensors) else None
 
 
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of overlapping windows (``unfold``) do."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += (size - 1) * stride
+    return False
+
+
+def _scatter(build: Builder, node: fx.Node, given: Arguments) -> Any:
+    """Copies an operand whose elements share memory, if a copy of it was folded: the kernels would keep its strides."""
+    source = source_of(given)
+    old, new = node.all_input_nodes[0].meta["val"], source.meta["val"]
+    if _overlaps_itself(old) or not _overlaps_itself(new):
+        return None
+    copy = build.emit(aten.clone.default, (source,), like=node)
+    return build.emit(node.target, (copy, *list(given.values())[1:]), like=node)
+
+
 def _range(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Detaches tensor arguments, as ``torch.linspace`` does; the derivative of its operator would raise an error."""
     ended = {k: build.emit(aten.detach.default, (v,), like=node) if isinstance(v, fx.Node) else v for k, v in given.items()}
@@ -255,6 +275,9 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("aten::linspace", "aten::logspace"), _range),
     **dict.fromkeys(("aten::add", "aten::sub"), _neutral(0)),
     **dict.fromkeys(("aten::mul", "aten::div", "aten::true_divide"), _neutral(1)),
+    **dict.fromkeys(
+        ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter"), _scatter,
+    ),
     "aten::cat": _cat,
     "aten::cdist": _cdist,
     "aten::embedding": _embedding,

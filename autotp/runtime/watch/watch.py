@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autotp.errors import AutotpError, PlanMismatchError
-from autotp.runtime.watch.stacks import Line, caller, is_users, stacks
+from autotp.runtime.watch.stacks import Line, Stack, caller, is_users
 from passes.torch_internals import collectives_begun, default_group, default_store, describe_group
 from passes.world.process import time_limit
 from passes.world.whereabouts import ENDED_EARLY, CollectiveError, Whereabouts
@@ -51,7 +51,7 @@ class Watch:
 
     def __init__(self, whereabouts: Whereabouts, store: Any, rank: int, ranks: int, patience: float) -> None:
         self.whereabouts, self.store, self.rank, self.ranks, self.patience = whereabouts, store, rank, ranks, patience
-        self.observed, self.beat = threading.get_ident(), 0
+        self.observed, self.beat = Stack(), 0
         self._done: Any = None
         self._since = self._there = self._read = 0.0
         self._begun = 0
@@ -219,7 +219,7 @@ class Watch:
             self._begun, self._there = begun, now
         foreign = bool(self._stack) and self._stack[0].path.startswith(_COLLECTIVES)
         if (quiet := now - self._since) >= self._read or (foreign and now - self._there >= self._report):
-            stack, self._read = stacks().get(self.observed, []), 2 * quiet
+            stack, self._read = self.observed.read(), 2 * quiet
             if stack[:1] != self._stack[:1]:
                 self._there = now
             self._stack, foreign = stack, bool(stack) and stack[0].path.startswith(_COLLECTIVES)

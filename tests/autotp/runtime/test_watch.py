@@ -1,6 +1,8 @@
 """What ranks learn of each other while they wait: by records in a store."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from autotp.errors import AutotpError, PlanMismatchError
 from autotp.runtime import agreement
 from autotp.runtime.agreement import JobAgreement, _ended, _met
-from autotp.runtime.watch import watch
+from autotp.runtime.watch import stacks, watch
 from autotp.runtime.watch.watch import Watch
 from benchmarks.memory import pretended
 from passes.world.whereabouts import CollectiveError, Whereabouts
@@ -221,11 +223,10 @@ def test_garbage_that_the_thread_collects_ends_it(monkeypatch):
 
 
 def test_stacks_are_read_only_of_a_process_that_stands_still(monkeypatch):
-    """Reading them is not safe at any time in Python 3.11."""
     (one,), now, asked = watches(1, patience=8.0), [0.0], []
     stack = [watch.Line(f"{watch._COLLECTIVES}/distributed_c10d.py", 7, "barrier"), watch.Line("train.py", 3, "main")]
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(watch, "stacks", lambda: asked.append(now[0]) or {one.observed: stack})
+    one.observed = SimpleNamespace(read=lambda: asked.append(now[0]) or stack)
     for now[0] in range(10):
         one.whereabouts.called("training")
         one.look()
@@ -253,3 +254,44 @@ def test_what_a_function_made_ends_with_it_though_it_was_watched():
         assert watched()() is None
     finally:
         gc.enable()
+
+
+_FOREIGN_THREADS = """
+import ctypes, threading, time
+from autotp.runtime.watch.stacks import Stack
+
+libc, address = ctypes.CDLL(None), ctypes.c_void_p
+callback = ctypes.CFUNCTYPE(address, address)(lambda _: None)
+libc.pthread_create.argtypes, libc.pthread_join.argtypes = [address] * 4, [ctypes.c_ulong, address]
+ended = threading.Event()
+
+def begin():
+    while not ended.is_set():
+        threads = [ctypes.c_ulong() for _ in range(8)]
+        for thread in threads:
+            libc.pthread_create(ctypes.addressof(thread), None, ctypes.cast(callback, address), None)
+        for thread in threads:
+            libc.pthread_join(thread, None)
+
+stack, beginning, until = Stack(), threading.Thread(target=begin), time.monotonic() + 2
+beginning.start()
+while time.monotonic() < until:
+    assert stack.read()[-1].function == "<module>"
+ended.set()
+beginning.join()
+"""
+
+
+def test_a_stack_is_read_while_other_threads_become_known_to_python():
+    """`faulthandler.dump_traceback` reads these too, which ends Python 3.11 within a second here."""
+    subprocess.run([sys.executable, "-c", _FOREIGN_THREADS], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["one_thread", "all_threads"])
+def test_the_stack_of_a_thread_that_has_ended_is_empty(monkeypatch, alone):
+    if not alone:
+        monkeypatch.setattr(stacks, "_dump", None)
+    with ThreadPoolExecutor(1) as other:
+        stack = other.submit(stacks.Stack).result()
+        assert stack.read()[-1].function == "_bootstrap" != stacks.Stack().read()[-1].function
+    assert stack.read() == []
