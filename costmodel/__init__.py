@@ -1,9 +1,9 @@
 """The cost model: topologies, collectives, compute, memory and overlap, as sympy expressions that are evaluated in bulk.
 
-It does not import torch. A machine is a `topology`, made of what stands in `machine`, and `toml_out` writes one. Costs
-are those of `collectives`, `compute` and `memory`, of a step by `overlap` and of a loop by `pipeline`, and of `energy`;
-`fit` fits measured figures; `bounds` and `volumes` are closed forms to compare with. Below them, `formula` compiles
-expressions, `text` reads and writes quantities and files, and `errors` are what users see.
+It does not import torch. A machine is a `topology`, made of the parts in `machine`; `toml_out` writes it to a file. Costs
+are those of `collectives`, `compute`, `memory` and `energy`, of a step (`overlap`) and of a loop (`pipeline`). `fit` fits
+figures to measurements; `bounds` and `volumes` are closed forms for comparison. `formula` compiles the expressions of all
+of them, `text` reads and writes quantities and files, and `errors` are the errors that users see.
 """
 
 from . import collectives, compute, memory

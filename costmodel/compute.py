@@ -70,7 +70,7 @@ def seconds(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one device does for an operator: the arguments of `seconds`."""
+    """The work of one device for an operator: the arguments of `seconds`."""
 
     flop: Number
     bytes: Number

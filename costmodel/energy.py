@@ -1,8 +1,8 @@
 """The energy and the price of a step: every device draws one power while it computes and another while it waits.
 
-Symbols: **N** devices; **t_compute** seconds of a step in which each computes; **t_step** seconds of the whole step;
-**P_busy** and **P_idle** watts that a device draws, with its share of the node, computing and waiting in a collective;
-**c** price of one device-hour, in any currency.
+Symbols: **N** devices; **t_compute** seconds of a step in which each device computes; **t_step** seconds of the whole step;
+**P_busy** and **P_idle** watts that a device draws, including its share of the node, while it computes and while it waits
+in a collective; **c** price of one device-hour, in any currency.
 
 Source: arXiv 2411.13055 reports that from 128 to 2048 devices, throughput per device falls by 37 %, but power by only 6 %.
 Energy per token rises by about half: devices that wait in collectives draw nearly as much power as busy ones. Two constant
@@ -40,7 +40,7 @@ def step_energy(device: Device, devices: Number, compute_seconds: Number, step_s
     Args:
         device: the kind of device; its ``busy_power`` and ``idle_power`` are used, in watts.
         devices: the number of devices.
-        compute_seconds: seconds of the step in which each computes; in the rest it waits.
+        compute_seconds: seconds of the step in which each device computes; in the rest, it waits.
         step_seconds: seconds of the whole step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The base class of autotp's errors, the errors of the cost model, and what their messages consist of."""
+"""The base class of autotp's errors, the errors of the cost model, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TopologyError(AutotpError):
 
 
 class _Shown(reprlib.Repr):
-    """Values of users in messages: short, whatever they are."""
+    """A bounded ``repr`` of any value of a user, for messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,20 +41,20 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """A value for a message: its ``repr``, shortened where that is long."""
+    """A value for a message: its ``repr``, shortened if it is long."""
     return _Shown().repr(value)
 
 
 def require(value: Any, kind: type, what: str, instead: str) -> None:
-    """Refuses an argument of another kind, and text, which is a sequence too.
+    """Checks the type of an argument. Text is always refused, since it is a sequence too.
 
     Args:
-        value: what was given.
-        kind: its class.
-        what, instead: what it is, and what to give, for the message.
+        value: the argument.
+        kind: the required class.
+        what, instead: for the message, a description of the argument, and of valid ones.
 
     Raises:
-        AutotpError: it is another.
+        AutotpError: ``value`` is not an instance of ``kind``, or is text.
     """
     if not isinstance(value, kind) or isinstance(value, str):
         found = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}, {shown(value)}"

@@ -28,11 +28,11 @@ _HALF_SIZES = np.concatenate([[0.0], np.geomspace(0.25, 1024.0, 193)])
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Repeated measurements of one thing.
+    """A summary of repeated measurements.
 
     Attributes:
         seconds: the median without outliers.
-        spread: their median absolute deviation over the median, in standard deviations of normal noise.
+        spread: the median absolute deviation over the median, in standard deviations of normal noise.
         outliers: the number of measurements that were dropped.
         repetitions: the number of measurements, including the dropped ones.
     """

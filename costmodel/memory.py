@@ -22,8 +22,8 @@ e = sympy.Symbol("e", positive=True)
 
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"adamw": 2, "adamw-master": 2, "sgd": 0, "sgd-momentum": 1})
 """The number of tensors of the parameter's shape in each optimizer's state (without AdamW's 4-byte step counter).
-``adamw-master`` has a float32 copy of narrower parameters besides, which it steps, with float32 state, as Megatron-LM's and
-DeepSpeed's; a parameter with 4 bytes per element or more is its own master."""
+``adamw-master`` also keeps a float32 copy of narrower parameters, which it updates, with float32 state, as Megatron-LM and
+DeepSpeed do; a parameter with 4 bytes per element or more is its own master."""
 
 _MASTERS = frozenset({"adamw-master"})
 _SINGLE = 4
@@ -40,7 +40,7 @@ def update_expression(optimizer: str = "adamw") -> sympy.Expr:
     """Bytes that the optimizer's step reads and writes for one parameter, in the symbols E and e.
 
     One fused kernel reads the gradient, and reads and writes the parameter and each tensor of the state, as
-    ``torch.optim`` does with ``fused=True``. Masters are read and written besides.
+    ``torch.optim`` does with ``fused=True``. Masters are also read and written.
 
     Raises:
         ValueError: the optimizer is unknown.
@@ -50,7 +50,7 @@ def update_expression(optimizer: str = "adamw") -> sympy.Expr:
 
 
 def _kept(optimizer: str) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes of the copy of an element that is stepped in its place, and of an element of each tensor of the state."""
+    """Bytes per element of the master (0 if the parameter is its own), and of each tensor of the optimizer state."""
     if optimizer not in _MASTERS:
         return sympy.Integer(0), e
     return sympy.Piecewise((_SINGLE, e < _SINGLE), (0, True)), sympy.Max(e, _SINGLE)

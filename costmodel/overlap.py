@@ -88,11 +88,11 @@ LOST = 0.1
 predictions and ranks are not perfectly in step. Without it, plans would communicate more for a gain that does not occur."""
 
 MARGIN = 0.08
-"""The share of a step in chunks that the formulas miss: more and smaller kernels and messages, in more orders. In
-docs/overlap.md, chunks that promise less than this often lose. Without it, they would be chosen there."""
+"""The share of the time of a step with chunks that the formulas omit: more and smaller kernels and messages, in more
+orders. In docs/overlap.md, chunks with a smaller predicted gain are often slower. This margin prevents their choice."""
 
 CHUNKED: sympy.Expr = sympy.Piecewise((1 / (1 - MARGIN), c > 1), (1.0, True))
-"""The factor by which this makes a pass longer."""
+"""The factor by which ``MARGIN`` makes a pass with chunks longer."""
 
 DEVICE: sympy.Expr = CHUNKED * (C + k * A + j * P + (1 - k) * (A - H) + (1 - j) * P * sympy.Max(1 / D, LOST))
 """Seconds of a pass that is limited by the devices."""
@@ -110,10 +110,10 @@ PASS: sympy.Expr = sympy.Max(DEVICE, NETWORK)
 """Seconds of a pass, with N of the level with the most communication."""
 
 HOSTED: sympy.Expr = sympy.sqrt(S**2 + G**2)
-"""Seconds of a step whose passes take **S** where they never wait for the host, which needs **G** to start all kernels. It
-runs ahead where kernels are long, and is waited for where they are short, so that neither hides all of the other. The form
-is fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md), with a maximum, p =
-infinity, up to a third off. It grows with S, so that of plans with equal kernels the one with the least S is shortest."""
+"""Seconds of a step whose passes take **S** if they never wait for the host, which needs **G** to launch all kernels. The
+host runs ahead during long kernels, and the device waits for it during short ones, so neither hides all of the other. The
+form is fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md); a maximum, p =
+infinity, is up to a third off. It grows with S, so of plans with equal kernels, the one with the least S is fastest."""
 
 LATENCY_SHARE = 0.2
 """The assumed share of latency in the time of messages that merge collectives. With fewer messages (``MESSAGES``) the
@@ -243,7 +243,7 @@ def hidden_by_rows(communication: Number, work: Number, chunks: Number) -> Numbe
 
 
 def hosted(passes: float, host: float) -> float:
-    """Evaluates ``HOSTED``, exactly the passes' seconds where the host needs none."""
+    """Evaluates ``HOSTED``; exactly ``passes`` if ``host`` is 0."""
     return float(compile_formula((S, G), HOSTED)(passes, host)) if host else passes
 
 
@@ -265,15 +265,15 @@ def messages(alone: Number, latency: Number, contention: Number) -> Number:
 def weights(shares: Sequence[Sequence[float]], depth: float, accumulate: int = 1, chunks: int = 1) -> Weights:
     """The weights of a weighted sum of the ``sides``.
 
-    In chunks, this is what the sides are at least: everything is in chunks that can be, and they cost nothing.
+    With chunks, it is a lower bound: all that can be divided into chunks is, and costs nothing more than ``CHUNKED``.
 
     Args:
         shares: for each pass, the mu of DEVICE and of each level's NETWORK, whose sum is 1. With several micro-batches, the
-            backward passes of all but the last, and that of the last one, which reduces gradients, have their own. At the
-            end that of the optimizer's step, which has one side.
+            backward passes of all but the last, and that of the last one, which reduces gradients, have their own. The last
+            entry is that of the optimizer's step, which has one side.
         depth: the number of operators with a weight.
         accumulate: the number of micro-batches of a step.
-        chunks: the number of chunks; no step in at most so many chunks has smaller sides.
+        chunks: the number of chunks; the sides of a step with 2 to this number of chunks are not smaller.
     """
     factor = float(CHUNKED.subs(c, chunks))
     exposed = 1.0 if chunks == 1 else 1 / (chunks * depth)

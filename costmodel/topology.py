@@ -102,11 +102,10 @@ class Topology:
     def links(self, mesh_shape: Sequence[int]) -> tuple[Link, ...]:
         """The link between the devices along each axis of a mesh.
 
-        Axis 0 is outermost and the last axis innermost, so neighbouring ranks lie along the last one. An
-        axis may cross several levels. It gets the smallest bandwidth
-        and the largest latency of the levels that it crosses. On each of them, the bandwidth is the uplink of
-        one group of the level below, divided by the rings of this axis that share it: ``min(devices in that
-        group, product of the mesh axes nested inside this one)``. Sources: ATP, arXiv 2301.08658
+        Axis 0 is outermost and the last axis innermost, so neighbouring ranks lie along the last one. An axis may cross
+        several levels, and gets the smallest bandwidth and the largest latency of these. On each level, the bandwidth is
+        that of the uplink of one group of the level below, divided by the number of rings of this axis that share it:
+        ``min(devices in that group, product of the mesh axes nested inside this one)``. Sources: ATP, arXiv 2301.08658
         (hierarchical communication matrix); AxoNN, arXiv 2502.08145 (the number of rings).
 
         An axis of size 1 crosses no level: it has the bandwidth of level 0, and no latency.

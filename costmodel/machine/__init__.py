@@ -1,4 +1,4 @@
-"""What a machine is made of: a `device`, and `links` of each level, for irregular machines with a `matrix` of bandwidths.
+"""The parts of a machine: a `device`, and the `links` of each level; for irregular ones, a `matrix` of bandwidths.
 
 `groups` finds the links that the axes of a mesh use, and `local` guesses the device and the levels of this machine.
 """

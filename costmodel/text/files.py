@@ -26,7 +26,7 @@ __all__ = [
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:
-    """Reads a regular file of UTF-8 text; never waits for what is none, such as a pipe or a terminal.
+    """Reads a regular file of UTF-8 text; never waits for other files, such as a pipe or a terminal.
 
     Args:
         path: the file; links are followed.
@@ -47,13 +47,13 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"the file is larger than {most // 2**20} MiB", name)
     try:
-        return data.decode("utf-8-sig")  # some editors begin a file with the mark of its byte order
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"the file is not UTF-8 text ({error.reason} at byte {error.start:,})", name) from None
 
 
 def _name(path: str | os.PathLike[str]) -> str:
-    """A path as text that the system takes."""
+    """A path as text that the operating system accepts."""
     name = os.fspath(path)
     if not name:
         raise OSError(errno.EINVAL, "the name is empty")
@@ -78,19 +78,19 @@ def _kind(mode: int) -> str:
 
 
 def spelled(path: Any) -> str:
-    """A path for a message, or what was given instead of one."""
+    """A path for a message; other values as by `shown`."""
     return str(path) if isinstance(path, (str, os.PathLike)) else shown(path)
 
 
 def require_path(path: Any, what: str) -> None:
-    """Refuses what names no file.
+    """Checks that a value is a path; ``what`` describes the file, for the message.
 
     Raises:
-        AutotpError: it is neither text nor a path, or empty.
+        AutotpError: the value is neither text nor a path, or is empty.
     """
     try:
         named = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
-    except TypeError:  # a class of the user's whose path is none
+    except TypeError:  # ``__fspath__`` of a user's class returns no path
         named = False
     if not named or not os.fspath(path):
         raise AutotpError(f"{shown(path)} is no path: give the name of {what}")
@@ -100,12 +100,12 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     """Writes a file completely or not at all.
 
     Links are followed; the target of a dangling link is created. An existing file keeps its permissions, and its owner if
-    the process may set it; a new file has the default permissions. What is not a regular file is not replaced: a character
-    device, a pipe with a reader, and this process's own output are written to.
+    the process may set it; a new file has the default permissions. Only regular files are replaced: a character device, a
+    pipe with a reader, and this process's own output are written to.
 
     Args:
         path: the file.
-        content: text is written as UTF-8, with ``?`` for what has none, such as parts of a file's name that are not UTF-8.
+        content: text is written as UTF-8, with ``?`` for characters that it lacks, such as undecodable bytes of file names.
 
     Raises:
         OSError: the path cannot be written, or is a directory, a block device, a socket, or a pipe without a reader.
@@ -128,10 +128,10 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
 
 def regular_target(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads: a regular file, or nothing yet, in a directory that is there.
+    """The target of a path: a regular file, or one that does not exist yet, in an existing directory.
 
     Raises:
-        OSError: it leads elsewhere.
+        OSError: the target is not a regular file, or its directory does not exist or cannot be written to.
     """
     before, target = _status(path), Path(os.path.realpath(path))
     if before is not None and not stat.S_ISREG(before.st_mode):
@@ -221,7 +221,7 @@ def _replace(target: Path, data: bytes, before: os.stat_result | None) -> None:
 
 
 def _opened(path: str | os.PathLike[str], status: os.stat_result) -> int:
-    """Opens what is not a regular file, without waiting for a reader."""
+    """Opens a character device or a pipe for writing, without waiting for a reader."""
     mode, name = status.st_mode, os.fspath(path)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", name)

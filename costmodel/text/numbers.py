@@ -1,4 +1,4 @@
-"""The one way in for numbers that users give: whole numbers and figures, in a range in which everything can be computed."""
+"""Checks all numbers that users give: whole numbers and figures, in a range in which all formulas can be computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import AutotpError, UnitError, shown
 
 __all__ = ["LARGEST", "MOST", "MOST_DEVICES", "SMALLEST", "figure", "whole", "whole_of"]
 
-#: The largest whole number that is taken for anything.
+#: The largest whole number that is accepted anywhere.
 MOST = 2**48
 
 #: The most devices of a machine: a few times what the largest ones have.
@@ -22,16 +22,16 @@ SMALLEST, LARGEST = 1e-30, 1e30
 
 
 def whole(value: Any, what: str, least: int = 1, most: int = MOST, error: type[AutotpError] = UnitError) -> int:
-    """A whole number.
+    """Checks that a value is a whole number in a range, and returns it as an int.
 
     Args:
-        value: what was given.
-        what: what it is, for the message.
+        value: the value to check.
+        what: a description of the value, for the message.
         least, most: the range, both included.
-        error: the error to raise.
+        error: the class of the error to raise.
 
     Raises:
-        AutotpError: it is no whole number, or out of range.
+        AutotpError: the value is not a whole number, or out of range.
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         found = operator.index(value)
@@ -43,7 +43,7 @@ def whole(value: Any, what: str, least: int = 1, most: int = MOST, error: type[A
 
 
 def whole_of(text: str, what: str, least: int = 1, most: int = MOST, error: type[AutotpError] = UnitError) -> int:
-    """A whole number that is written in ASCII digits; see `whole`."""
+    """Parses a whole number that is written in ASCII digits, and checks it; see `whole`."""
     word = text.strip() if isinstance(text, str) else ""
     # Longer words are out of every range, and int() takes quadratic time for them.
     written = word.isascii() and word.isdigit() and len(word.lstrip("0")) <= len(str(MOST)) + 1
@@ -51,16 +51,16 @@ def whole_of(text: str, what: str, least: int = 1, most: int = MOST, error: type
 
 
 def figure(value: Any, what: str, *, positive: bool = False, error: type[AutotpError] = UnitError) -> float:
-    """A number that is 0 or more, and neither too small nor too large to compute with.
+    """Checks that a value is a number, not negative, and not too small or too large to compute with; returns it as a float.
 
     Args:
-        value: what was given.
-        what: what it is, for the message.
-        positive: 0 is refused too.
-        error: the error to raise.
+        value: the value to check.
+        what: a description of the value, for the message.
+        positive: whether to refuse 0 too.
+        error: the class of the error to raise.
 
     Raises:
-        AutotpError: it is no number, negative, or neither 0 nor between `SMALLEST` and `LARGEST`.
+        AutotpError: the value is not a number, is negative, or is neither 0 nor between `SMALLEST` and `LARGEST`.
     """
     least = "positive" if positive else "not negative"
     if not _is_number(value):

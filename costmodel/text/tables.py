@@ -17,8 +17,8 @@ from .units import Quantity, parse_quantity
 __all__ = ["Table", "plain", "read_toml"]
 
 _LARGEST_TOML = 2**21  # bytes; the published runs are 2**17
-#: A key of more parts than any table here has: tomllib takes quadratic time for it. Searched in linear time itself: a match
-#: begins where a word does, and nothing is tried again with fewer characters.
+#: A key with more parts than any table here has, for which tomllib takes quadratic time. The search takes linear time: a
+#: match can only begin at the start of a word, and the possessive quantifiers never backtrack.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){8}""")
 
 
@@ -106,7 +106,7 @@ class Table:
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A dataclass as plain JSON values, its attributes in their order; those that have their defaults are omitted."""
+    """A dataclass as plain JSON values, in the order of its attributes; attributes that have their defaults are omitted."""
     found: dict[str, Any] = {}
     for each in dataclasses.fields(record):
         value = getattr(record, each.name)

@@ -1,6 +1,6 @@
-"""Where a tensor rests on a mesh, and how it gets from one layout to another.
+"""Layouts of tensors on a mesh, and the collectives that convert one layout to another.
 
-Input: shapes, meshes and placements. Output: parts of tensors, and the collectives that lead from one layout to another
-with the bytes that each of them moves. A layout is described by `layout` and as numbers by `codes`, for many at once;
-`phases` finds the changes between layouts, `reshard` makes steps of those of two, `reshard_matrix` prices those of all.
+Input: shapes, meshes and placements. Output: parts of tensors, and the collectives between layouts, with the size and the
+cost of each. `layout` describes a layout, and `codes` many layouts at once, as integers. `phases` finds the changes between
+layouts; `reshard` converts those of one pair of layouts to steps, and `reshard_matrix` computes the costs for all pairs.
 """

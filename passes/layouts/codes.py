@@ -1,8 +1,8 @@
 """Layouts as integers, so that many can be processed at once.
 
 A layout is a row of codes, one per mesh axis: ``WHOLE``, ``PARTIAL``, or ``dim * DIM + blocks`` for a shard of ``dim``
-that splits each of ``blocks`` blocks the same way. ``INNER`` in place of ``blocks`` means inside whatever else splits the
-dim, on whichever mesh; it is the one code that needs a mesh to become a placement.
+that splits each of ``blocks`` blocks the same way. ``INNER`` in place of ``blocks`` stands for a cut inside all other cuts
+of the dim, on any mesh; only this code needs a mesh to be converted to a placement.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 WHOLE, PARTIAL, DIM = -1, -2, 1 << 40
 
-#: Blocks of a cut inside all others; divisible by what meshes are made of, so that it counts as apart from other cuts.
+#: Blocks of a cut inside all others; divisible by usual sizes of mesh axes, so that it counts as nested in other cuts.
 INNER = 2**20 * 3**6 * 5**3 * 7
 
 
@@ -54,7 +54,7 @@ def codes(layouts: Sequence[Layout]) -> np.ndarray:
 
 
 def decode(row: Sequence[int], mesh: tuple[int, ...]) -> Layout:
-    """The layout of one row of codes on a mesh."""
+    """The layout that a row of codes stands for on a mesh."""
     if any(code % DIM == INNER for code in row if code >= 0):
         row = resolved(np.asarray(row, np.int64), mesh).tolist()
     return Placements(place(*divmod(code, DIM)) if code >= 0 else _UNCUT[code] for code in map(int, row))
@@ -64,34 +64,34 @@ _UNCUT: dict[int, Placement] = {WHOLE: Replicate(), PARTIAL: Partial()}
 
 
 def resolved(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """The same layouts with the number of blocks on this mesh in place of ``INNER``."""
+    """The same layouts, with ``INNER`` replaced by the number of blocks on this mesh."""
     inner = (rows >= 0) & (rows % DIM == INNER)
     if not inner.any():
         return rows
     dims, others = dims_of(rows), np.where(inner, WHOLE, rows)
-    made = np.maximum(others % DIM * _parts_together(others, mesh), 1)  # parts of the dim behind each cut and those like it
+    made = np.maximum(others % DIM * _parts_together(others, mesh), 1)  # parts of the dim after all cuts with this code
     finest = [np.where(dims_of(others) == dims[..., a : a + 1], made, 1).max(axis=-1) for a in range(len(mesh))]
     return np.where(inner, dims * DIM + np.stack(finest, axis=-1), rows)
 
 
 def _parts_together(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Per axis the number of parts that all axes with its code make of a block together."""
+    """For each axis, the number of parts into which all axes with its code together split a block."""
     same = [np.where(rows == rows[..., a : a + 1], mesh, 1).prod(axis=-1) for a in range(len(mesh))]
     return np.stack(same, axis=-1)
 
 
 def dims_of(rows: np.ndarray) -> np.ndarray:
-    """The dim that each code shards, -1 for none."""
+    """The dim that each code shards; -1 if none."""
     return np.where(rows >= 0, rows // DIM, -1)
 
 
 def ways(rows: np.ndarray, dim: int, mesh: tuple[int, ...]) -> np.ndarray:
-    """In how many parts each layout splits ``dim``."""
+    """The number of parts into which each layout splits ``dim``."""
     return np.where(dims_of(rows) == dim, np.array(mesh, dtype=np.int64), 1).prod(axis=-1)
 
 
 def is_even(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which of the coded layouts split every dim evenly."""
+    """Whether each of the coded layouts splits every dim evenly."""
     even = np.ones(rows.shape[:-1], bool)
     for d, size in enumerate(shape):
         even &= size % ways(rows, d, mesh) == 0
@@ -99,7 +99,7 @@ def is_even(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> 
 
 
 def local_elements(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Elements on one device (the one with most), per coded layout; not to be written to."""
+    """The number of elements on the device with the most, for each coded layout; a read-only array."""
     return _local_elements(tuple(shape), rows.tobytes(), rows.shape, tuple(mesh))
 
 
@@ -115,11 +115,12 @@ def _local_elements(shape: tuple[int, ...], data: bytes, form: tuple[int, ...], 
 
 
 def restoring(rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which coded layouts torch's ``DTensor`` can put together again from the parts of a tensor.
+    """Whether torch's ``DTensor`` can restore the whole tensor from its parts, for each of the coded layouts.
 
-    It does where one axis alone, or only ``Shard``, splits a dim. Else it must understand every dim: neighbours are cut
-    from neighbours, by one axis after the other, and a ``_StridedShard`` counts the parts made before by the axes behind
-    its own (torch/distributed/tensor/_dtensor_spec.py). Other parts it joins in a wrong order, without a word.
+    It can if every dim is split by a single axis, or only by ``Shard``. Otherwise, it must understand every dim: contiguous
+    parts are split contiguously, by one axis after the other, and the split factor of a ``_StridedShard`` is the number of
+    parts made before, all by axes behind its own (torch/distributed/tensor/_dtensor_spec.py). For other layouts, DTensor
+    joins the parts in a wrong order, without an error.
     """
     return _restoring(rows.tobytes(), tuple(mesh)).copy()
 
@@ -144,8 +145,8 @@ def _restoring(data: bytes, mesh: tuple[int, ...]) -> np.ndarray:
 
 
 def fitting(shape: tuple[int, ...], rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Which coded layouts a tensor of ``shape`` can rest in: no device is left empty, no block is cut unevenly."""
-    # Tensors of one shape are many in a model.
+    """Whether each coded layout is valid for a tensor of ``shape``: no device is empty, no block is split unevenly."""
+    # Cached, since a model has many tensors of the same shape.
     return _fitting(tuple(shape), rows.tobytes(), tuple(mesh)).copy()
 
 
@@ -170,9 +171,9 @@ def _fitting(shape: tuple[int, ...], data: bytes, mesh: tuple[int, ...]) -> np.n
 
 
 def _in_chunks(size: int, here: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Whether chunks of chunks of a dim, as its axes cut them one after the other, leave something to every device."""
-    # All chunks but the last are equal. Each must split further: of 5, three chunks of 2 are none for a fourth device,
-    # though of 4 there are four.
+    """Whether every device has elements if the axes split a dim into chunks, and those into chunks, one after the other."""
+    # All chunks but the last are equal. Both lengths are checked, since the longer one may fail alone: among four devices,
+    # 4 elements leave one for each, but 5 are split into chunks of 2, and none is left for the fourth.
     lengths, found = np.full((len(here), 1), size, dtype=np.int64), np.ones(len(here), bool)
     for axis, n in enumerate(mesh):
         cut = here[:, axis, None]
@@ -184,7 +185,7 @@ def _in_chunks(size: int, here: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray
 
 
 def _in_blocks(size: int, rows: np.ndarray, mesh: tuple[int, ...]) -> np.ndarray:
-    """Whether the cuts of one dim, some of them in blocks, are even and the finer ones' blocks line up with the others."""
+    """Whether the cuts of one dim, some of them in blocks, are even, and the finer ones are aligned with the coarser."""
     here, blocks = rows >= 0, np.where(rows >= 0, rows % DIM, 0)
     parts = np.where(here, blocks * _parts_together(rows, mesh), 1)
     finer = here[:, :, None] & (blocks[:, :, None] < blocks[:, None, :])

@@ -1,4 +1,4 @@
-"""Layouts: where a tensor rests on a mesh, one placement per mesh axis.
+"""Layouts: how a tensor is distributed on a mesh, as one placement per mesh axis.
 
 A layout is a tuple of torch's own placements. ``Shard(dim)`` splits a dim into contiguous chunks (``torch.chunk``
 semantics, so the last chunk may be smaller). A dim that is a product of factors, ``(blocks rest)``, can also be split in
@@ -42,7 +42,7 @@ Layout = tuple[Placement, ...]
 
 
 class Placements(tuple[Placement, ...]):
-    """A layout that works out its hash once: torch's placements work out theirs, in Python, at every lookup."""
+    """A layout that caches its hash: torch's placements compute theirs, in Python, at every lookup."""
 
     _hash: int
 
@@ -54,13 +54,13 @@ class Placements(tuple[Placement, ...]):
             return self._hash
 
     def __reduce__(self) -> tuple[type, tuple[Layout]]:
-        return tuple, (tuple(self),)  # in another process hashes are others
+        return tuple, (tuple(self),)  # without the hash, which differs between processes
 
 
 class Split(NamedTuple):
-    """One mesh axis that splits a dim: ``local_blocks`` counts the blocks left on a device when its turn comes.
+    """One mesh axis that splits a dim; ``local_blocks`` is the number of its blocks on a device after all coarser cuts.
 
-    0 says that its blocks do not line up with the chunks that coarser cuts made: such a layout does not exist.
+    0 means that its blocks are not aligned with the chunks of the coarser cuts; such a layout is invalid.
     """
 
     axis: int
@@ -99,12 +99,12 @@ def splits(layout: Layout, dim: int, mesh: tuple[int, ...]) -> tuple[Split, ...]
 
 
 def even_chunk(size: int, parts: int) -> int:
-    """The length of every chunk but perhaps the last ones (``torch.chunk``)."""
+    """The length of all chunks except possibly the last ones, as in ``torch.chunk``."""
     return -(-size // parts)
 
 
 def extent(size: int, ways: Sequence[int], coordinates: Sequence[int]) -> int:
-    """The length left of ``size`` after nested contiguous splits ``ways`` at ``coordinates``."""
+    """The length that remains of ``size`` after nested contiguous splits ``ways`` at ``coordinates``."""
     for parts, index in zip(ways, coordinates, strict=True):
         chunk = even_chunk(size, parts)
         size = max(0, min(chunk, size - index * chunk))
@@ -114,7 +114,7 @@ def extent(size: int, ways: Sequence[int], coordinates: Sequence[int]) -> int:
 def local_shape(
     shape: Sequence[int], layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of one device's part (by default of the device at the origin, the largest)."""
+    """The shape of one device's part; by default, the largest part, that of the device at the origin."""
     result = []
     for dim, size in enumerate(shape):
         parts = splits(layout, dim, mesh)
@@ -127,7 +127,7 @@ def local_shape(
 
 
 def take_block(tensor: torch.Tensor, dim: int, local_blocks: int, ways: int, index: int) -> torch.Tensor:
-    """Chunk ``index`` of ``ways`` of every one of ``local_blocks`` blocks of ``dim`` (a view where it can be)."""
+    """Chunk ``index`` of ``ways`` of each of ``local_blocks`` blocks of ``dim``; a view if possible."""
     size = tensor.shape[dim] // local_blocks
     chunk = even_chunk(size, ways)
     start, length = index * chunk, max(0, min(chunk, size - index * chunk))
@@ -137,7 +137,7 @@ def take_block(tensor: torch.Tensor, dim: int, local_blocks: int, ways: int, ind
 
 
 def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinates: Sequence[int]) -> torch.Tensor:
-    """One device's part of a whole tensor. Partial axes are not split: the caller decides who holds the value."""
+    """One device's part of a whole tensor. Partial axes are not split: the caller decides which device holds the value."""
     for dim in range(tensor.dim()):
         for axis, local_blocks in splits(layout, dim, mesh):
             tensor = take_block(tensor, dim, local_blocks, mesh[axis], coordinates[axis])
@@ -145,12 +145,12 @@ def take(tensor: torch.Tensor, layout: Layout, mesh: tuple[int, ...], coordinate
 
 
 def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with its channels last, if they are, and it is not contiguous too; else contiguous.
+    """``tensor`` in an unambiguous memory format: channels-last if it is that and not contiguous too; contiguous otherwise.
 
-    Some of torch's kernels read a tensor as if it lay as another one does, and are wrong where it does not. Strides of dims
-    of size 1 mean nothing, so a tensor with such a dim can be of two memory formats at once, and kernels that ask for one
-    operand's format may find the other for a second: batch norm's backward on CPU does, and so do convolutions in
-    float64. Batch norm's also takes a weight for contiguous. docs/upstream.md has minimal programs.
+    Some of torch's kernels read one operand as if it had the memory format of another, and are wrong if it does not. The
+    stride of a dim of size 1 has no meaning, so a tensor with such a dim can have two memory formats at once, and a kernel
+    that queries one operand's format may get a different one than for another: batch norm's backward on CPU does, and so do
+    convolutions in float64. The former also assumes that a weight is contiguous. docs/upstream.md has minimal programs.
     """
     if 1 not in tensor.shape and tensor.is_contiguous():
         return tensor
@@ -161,7 +161,7 @@ def in_one_format(tensor: torch.Tensor) -> torch.Tensor:
         tensor, order = tensor.contiguous(), list(range(tensor.dim()))
     sizes = [tensor.shape[d] for d in order]
     strides = tuple(math.prod(sizes[order.index(d) + 1 :]) for d in range(tensor.dim()))
-    # A view is made of what is handed on as it is, and a view may have other strides in dims of size 1.
+    # The caller makes a view of a tensor that is returned unchanged, and that may change the strides of dims of size 1.
     same = tensor.stride() == strides and 1 not in tensor.shape
     return tensor if same or tensor.numel() == 0 else tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
@@ -170,7 +170,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def describe(layout: Layout, names: Sequence[str]) -> str:
-    """A layout for people: ``S(0)@x P@y``, ``R`` where nothing is split."""
+    """A layout as readable text, such as ``S(0)@x P@y``; ``R`` if it is replicated along all axes."""
     parts = []
     for name, placement in zip(names, layout, strict=True):
         if is_shard(placement):

@@ -1,9 +1,9 @@
-"""Which collectives take tensors from one layout to another, and in which order, for many pairs of layouts at once.
+"""The collectives that convert tensors from one layout to another, and their order, for many pairs of layouts at once.
 
-What shrinks a tensor goes first (local slices, reduce-scatter, all-to-all), what grows it last (all-reduce, all-gather). Of
-several axes the inner ones scatter first and gather last, so that the outer ones, whose links are slower, move what is
-smallest. Nothing else in autotp decides which collective a change of layout needs: `reshard` makes steps of one pair's
-changes, and `reshard_matrix` prices all pairs'.
+Changes that shrink a tensor come first (local slices, reduce-scatter, all-to-all), those that do not come last (all-reduce,
+all-gather). Of several axes, the inner ones scatter first and gather last, so that the outer ones, whose links are slower,
+move the smallest tensors. Nothing else in autotp decides which collective a change of layout needs: `reshard` converts the
+changes of one pair to steps, and `reshard_matrix` computes the costs of all pairs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COMMUNICATING = tuple(kind for kind in COLLECTIVES if kind != "broadcast")
 
 
 class Change(NamedTuple):
-    """A collective or local step that some pairs need; coded layouts are ``[pairs, axes]``.
+    """A collective or local step that some pairs of layouts need; coded layouts are ``[pairs, axes]``.
 
     kind: ``slice``, ``mask``, ``reduce_scatter``, ``all_to_all``, ``all_reduce`` or ``all_gather``.
     axes: the mesh axes of the group (several only for ``all_reduce`` and ``mask``).
-    pairs: ``[pairs]``, which need it.
-    before, after: the layouts between which it leads.
-    cut: the layouts with all cuts that steps like it, one after the other, make or remove.
+    pairs: ``[pairs]``, whether each pair needs it.
+    before, after: the layouts before and after it.
+    cut: the layouts with all cuts that it and the adjacent changes of its kind make or remove.
     """
 
     kind: str
@@ -43,22 +43,22 @@ class Change(NamedTuple):
 
     @property
     def larger(self) -> np.ndarray:
-        """The one of its layouts in which a device has more elements."""
+        """``before`` or ``after``: the one in which a device has more elements."""
         return self.before if self.kind in ("slice", "reduce_scatter") else self.after
 
 
 def changes(source: np.ndarray, goal: np.ndarray, masks: np.ndarray, *, even: bool, local: bool = True) -> Iterator[Change]:
-    """The changes from one layout to another for every pair, in the order in which they happen.
+    """Yields the changes that convert each pair's source to its goal, in order.
 
     Args:
         source, goal: coded layouts, ``[pairs, axes]``.
-        masks: ``[pairs]`` sets of axes that contend (`AxisConflicts`).
-        even: all split every dim evenly, or none of the pairs does.
-        local: also those that do not use the network.
+        masks: ``[pairs]`` sets of conflicting axes (`AxisConflicts`).
+        even: whether in all pairs, both layouts split every dim evenly; otherwise, this must be so in none of the pairs.
+        local: whether to yield local changes too, which do not use the network.
     """
     outwards = range(source.shape[-1])[::-1]
     inwards = outwards[::-1]
-    # What is cut unevenly has no equal blocks to go between.
+    # Uneven chunks are not equal blocks, which inner axes could split before outer ones: outer axes split first, join last.
     scattering, joining = (outwards, inwards) if even else (inwards, outwards)
     contend = (masks[:, None] >> np.arange(len(inwards)) & 1).astype(bool)
     had, made = source >= 0, goal >= 0
@@ -99,7 +99,7 @@ def changes(source: np.ndarray, goal: np.ndarray, masks: np.ndarray, *, even: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Atoms:
-    """Pairs in which two axes cut one dim differently: which, where to look up whether they are apart, and their dims."""
+    """Pairs in which two axes cut one dim differently: their indices, those in the table of ``_close``, and the dims."""
 
     pairs: np.ndarray
     place: np.ndarray
@@ -107,11 +107,11 @@ class _Atoms:
 
 
 class AxisConflicts:
-    """Which axes cannot simply move, because they change a dim that others split too, on any mesh.
+    """The axes that cannot be changed independently, because they change a dim that others split too; for any mesh.
 
-    Joining an inner axis to a dim that outer axes split already is simple, and so is removing it again; so is changing an
-    axis that cuts the dim apart from where the others cut it, as digits of a number are apart. Contending axes are
-    gathered and sliced again at the end; so are all that share a dim with them.
+    An inner axis can be added to a dim that outer axes split already, and removed again, without a conflict. So can an axis
+    be changed whose cuts are nested with the others', and thus independent of them, like digits of a number. Conflicting
+    axes are gathered, and sliced again at the end; so are all axes that share a dim with them.
 
     Args:
         source, target: coded layouts, ``[pairs, axes]``.
@@ -123,7 +123,7 @@ class AxisConflicts:
         self.codes = codes[codes >= 0]
         self.axes = source.shape[-1]
         source, target = (np.where(r < 0, r, np.searchsorted(self.codes, r)).astype(np.int8) for r in (source, target))
-        dims = np.append(1 << (self.codes // DIM), [0, 0]).astype(np.int32)  # negative numbers look at the end
+        dims = np.append(1 << (self.codes // DIM), [0, 0]).astype(np.int32)  # -1 and -2 (`WHOLE`, `PARTIAL`) index the end
         self.touched = [dims[source[:, a]] | dims[target[:, a]] for a in range(self.axes)]
         self.dims = np.zeros(len(source), np.int32)
         self.atoms: list[_Atoms] = []
@@ -160,11 +160,11 @@ class AxisConflicts:
 
     @property
     def depending(self) -> np.ndarray:
-        """The pairs whose answer depends on the mesh."""
+        """The indices of the pairs whose conflicts depend on the mesh."""
         return np.unique(np.concatenate([np.zeros(0, np.int64), *(atoms.pairs for atoms in self.atoms)]))
 
     def masks(self, mesh: tuple[int, ...] | None) -> np.ndarray:
-        """``[pairs]`` sets of axes (bits) that contend; without a mesh, cuts that differ count as apart."""
+        """``[pairs]`` sets of conflicting axes (bits); without a mesh, cuts that differ count as nested."""
         dims = self.dims.copy()
         if mesh is not None and self.atoms:
             close = self._close(mesh)
@@ -179,7 +179,7 @@ class AxisConflicts:
         )
 
     def _close(self, mesh: tuple[int, ...]) -> np.ndarray:
-        """For cuts and sets of axes: whether the finer cut's blocks do not hold all that the coarser one divides."""
+        """``[coarse, fine, axes]``, flat: whether the fine cut is not nested in the coarse one, made by a set of axes."""
         blocks = self.codes % DIM
         ways = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << self.axes)])
         divides = np.maximum(blocks, 1)[:, None, None] * ways[None, None, :]

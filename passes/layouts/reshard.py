@@ -1,7 +1,7 @@
-"""Resharding: the collectives that take a tensor from one layout to another.
+"""Resharding: the collectives that convert a tensor from one layout to another.
 
-``steps`` gives the cheapest order known for moving between two layouts of one tensor, which `phases` finds, as what a
-device does at each step.
+``steps`` returns what a device does at each step between two layouts of one tensor, in the cheapest known order, which
+`phases` determines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.layouts.phases import COMMUNICATING, AxisConflicts, Change, changes
 
 __all__ = ["COMMUNICATING", "GATHERING", "Move", "Step", "moves", "steps", "sums_first"]
 
-#: Steps that bring what other devices have.
+#: The kinds of steps by which a device receives other devices' parts, rather than sums of them.
 GATHERING = ("all_gather", "all_to_all")
 
 
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     axes: the mesh axes of the group (several only for ``all_reduce`` and ``mask``).
     dim, blocks: the dim that is split (``slice``, ``reduce_scatter``, the source of ``all_to_all``) or joined.
     to_dim, to_blocks: the dim that an ``all_to_all`` splits.
-    size, outer: for the ``all_gather`` of an uneven dim, its whole size and the axes that split it further out.
+    size, outer: for the ``all_gather`` of an uneven dim, its whole size and the outer axes that split it too.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A step with what it moves: ``elements`` of the larger of its input and output on one device."""
+    """A step; ``elements`` is the number of elements of the larger of its input and output on one device."""
 
     step: Step
     elements: int
@@ -55,7 +55,7 @@ def steps(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
 
 @lru_cache(maxsize=200_000)
 def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]) -> tuple[Move, ...]:
-    """``steps`` with the number of elements that each handles on one device."""
+    """``steps``, each with the number of elements of its larger tensor on one device."""
     if source == target:
         return ()
     have, want = codes([source]), codes([target])
@@ -65,7 +65,7 @@ def moves(shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[in
 
 
 def _move(shape: tuple[int, ...], mesh: tuple[int, ...], change: Change) -> Move:
-    """The change of the one pair that there is."""
+    """The move of a change with a single pair of layouts."""
     before, after, cut = (decode(rows[0].tolist(), mesh) for rows in (change.before, change.after, change.cut))
     kind, axes = change.kind, change.axes
     step = Step(kind, axes)
@@ -83,7 +83,7 @@ def _move(shape: tuple[int, ...], mesh: tuple[int, ...], change: Change) -> Move
 
 
 def _split(axis: int, cut: Layout, now: Layout, mesh: tuple[int, ...]) -> tuple[int, int]:
-    """The dim that ``axis`` splits, and its blocks on one device: all cuts of ``cut``, without those not there now."""
+    """The dim that ``axis`` splits in ``cut``, and its blocks on a device with only those earlier cuts that ``now`` has."""
     dim = cut[axis].dim  # type: ignore[attr-defined]
     cuts = splits(cut, dim, mesh)
     place = next(i for i, part in enumerate(cuts) if part.axis == axis)
@@ -92,7 +92,7 @@ def _split(axis: int, cut: Layout, now: Layout, mesh: tuple[int, ...]) -> tuple[
 
 
 def sums_first(steps: Iterable[Step], real: int) -> list[Step]:
-    """Reshard steps with the sums over virtual axes, which come behind ``real`` others, taken out and put first.
+    """Reshard steps, with the sums over virtual axes, which follow ``real`` others, separated and moved to the front.
 
     All steps are linear, and each acts on its own axes, so the result is the same.
     """

@@ -1,9 +1,9 @@
-"""Prices of all reshards of one tensor at once: a matrix over (layout it has, layout that is wanted).
+"""The costs of all reshards of one tensor at once: a matrix over (current layout, required layout), in seconds.
 
-Where every dim is split evenly, which collectives a pair of layouts needs is the same on all meshes of so many axes, and
-what each moves is the tensor's size over the sizes of the axes that shard it at that moment. So ``ReshardPricer`` finds the
-collectives once, and a mesh only fills in what each of the few different ones costs. Only where two cuts of one dim differ
-does it depend on the mesh whether they are apart; those pairs are looked at again for every different answer.
+If every dim is split evenly, the collectives between two layouts are the same on all meshes with the same number of axes,
+and each moves the tensor's size over the sizes of the axes that shard it at that moment. So ``ReshardPricer`` finds the
+collectives once, and computes only the costs of the few distinct ones for each mesh. If a pair cuts one dim differently,
+it depends on the mesh whether the cuts are nested; the collectives of such pairs are found once for each distinct case.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Collective = Callable[[str, tuple[int, ...], np.ndarray], np.ndarray]
 
 
 class _Step(NamedTuple):
-    """A collective: the pairs that need it, the distinct sets of axes by dim that then shard, and each pair's set."""
+    """A collective, the pairs that need it, the distinct sets of axes that then shard each dim, and each pair's index."""
 
     kind: str
     axes: tuple[int, ...]
@@ -35,7 +35,7 @@ class _Step(NamedTuple):
 
 
 class _Uneven:
-    """Seconds between pairs of layouts some of which split a dim unevenly: what moves is rounded up, dim by dim.
+    """The costs of reshards between layouts, at least one of which splits a dim unevenly: sizes are rounded up per dim.
 
     Args:
         source, goal: coded layouts, ``[pairs, axes]``.
@@ -75,7 +75,7 @@ class _Uneven:
 
 
 def _parts(size: int, mesh: tuple[int, ...]) -> np.ndarray:
-    """Length of the longest part of a dim, for every set of axes (bits) that may split it."""
+    """The length of the longest part of a dim, for every set of axes (bits) that may split it."""
     found = np.full(1 << len(mesh), size)
     for a, n in enumerate(mesh):
         found = np.where(np.arange(len(found)) >> a & 1, -(-found // n), found)
@@ -84,13 +84,13 @@ def _parts(size: int, mesh: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tariff:
-    """What every collective costs for tensors of one size, on one mesh: ``seconds[feature]``, 0 for feature 0."""
+    """The costs of all collectives for tensors of one size on one mesh: ``seconds[feature]``, 0 for feature 0."""
 
     seconds: np.ndarray
 
     @classmethod
     def of(cls, sizes: Sequence[float], mesh: tuple[int, ...], collective: Collective) -> list[Tariff]:
-        """One per size in bytes."""
+        """One tariff for each size in bytes."""
         axes = len(mesh)
         shared = np.array([math.prod(n for a, n in enumerate(mesh) if mask >> a & 1) for mask in range(1 << axes)])
         local = np.asarray(sizes, float)[:, None] / shared
@@ -105,13 +105,13 @@ class Tariff:
 
 
 def _feature(kind: int, group: int, shards: int, axes: int) -> int:
-    """A number for a kind of collective over a set of axes, for a tensor that a set of axes shards; never 0."""
+    """The number of a kind of collective over a set of axes, of a tensor that a set of axes shards; never 0."""
     return (kind << 2 * axes) + (group << axes) + shards
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequences:
-    """The distinct sequences of collectives, ``[sequences, steps]`` features, and which of them each pair needs."""
+    """The distinct sequences of collectives, ``[sequences, steps]`` features, and the index of each pair's sequence."""
 
     sequences: np.ndarray
     index: np.ndarray
@@ -123,7 +123,7 @@ class _Sequences:
 
 @dataclass(slots=True, eq=False)
 class _Depending:
-    """Pairs of layouts whose collectives depend on the mesh, and these by the axes that contend; -1: not known."""
+    """Pairs of layouts whose collectives depend on the mesh; ``found``: these, for each set of conflicting axes, or -1."""
 
     source: np.ndarray
     goal: np.ndarray
@@ -132,14 +132,14 @@ class _Depending:
 
 
 class _Pairs:
-    """The collectives between layouts over so many axes, found once for every pair that somebody asks for.
+    """The collectives between layouts on meshes with ``axes`` axes, found once for every requested pair.
 
-    Tensors of a model have few layouts that no other has, so that most pairs are met again and again.
+    Tensors of a model share most of their layouts, so most pairs are requested many times.
 
     Attributes:
-        sequences: of features, ``[sequences, steps]``, in any order; the others speak of their numbers.
-        usual: of every pair of layouts, if cuts that differ are apart; -1: not known yet.
-        depending: which pair it is of those for which it depends on the mesh; -1: it does not.
+        sequences: ``[sequences, steps]`` features; their order within a sequence does not matter.
+        usual: the row of every pair of layouts in ``sequences``, if cuts that differ are nested; -1 if not known yet.
+        depending: each pair's number among those whose sequence depends on the mesh; -1 if it does not.
     """
 
     def __init__(self, axes: int) -> None:
@@ -151,7 +151,7 @@ class _Pairs:
         self.under: dict[tuple[int, ...], list[np.ndarray]] = {}
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """The layouts' numbers."""
+        """The numbers of layouts; adds the layouts that are new."""
         new = {row.tobytes(): row for row in rows if row.tobytes() not in self.numbers}
         if new:
             self.numbers |= {key: len(self.rows) + number for number, key in enumerate(new)}
@@ -163,7 +163,7 @@ class _Pairs:
         return np.array([self.numbers[row.tobytes()] for row in rows], np.int64)
 
     def find(self, have: np.ndarray, want: np.ndarray) -> None:
-        """Finds what is not known of pairs of layouts, by their numbers."""
+        """Finds the sequences, if not known yet, of all pairs of the layouts with these numbers."""
         missing = np.argwhere(self.usual[np.ix_(have, want)] < 0)
         if not len(missing):
             return
@@ -178,7 +178,7 @@ class _Pairs:
             self.special.append(_Depending(*some, AxisConflicts(*some, np.ones(len(pairs), bool)), found))
 
     def on(self, mesh: tuple[int, ...]) -> np.ndarray:
-        """On a mesh, of all pairs that depend on it."""
+        """The sequences, on a mesh, of all pairs whose sequence depends on it."""
         found = self.under.setdefault(mesh, [])
         found += [self._on(each, mesh) for each in self.special[len(found) :]]
         return np.concatenate(found)
@@ -216,11 +216,11 @@ class _Pairs:
 
 
 class _Routes:
-    """The collectives between all pairs of layouts.
+    """The collectives between all pairs of some layouts.
 
     Attributes:
-        usual: if cuts that differ are apart.
-        pairs: flat numbers of the pairs with such cuts, for which it depends on the mesh.
+        usual: the sequences of all pairs, if cuts that differ are nested.
+        pairs: flat indices of the pairs whose sequence depends on the mesh, because of such cuts.
     """
 
     def __init__(self, known: _Pairs, have: np.ndarray, want: np.ndarray) -> None:
@@ -240,7 +240,7 @@ class _Routes:
         self.rows = rows
 
     def price(self, mesh: tuple[int, ...], tariff: Tariff) -> np.ndarray:
-        """Seconds for every pair, flat, where dims are split evenly."""
+        """Seconds for every pair, flat, if dims are split evenly."""
         seconds = self.usual.price(tariff)
         if len(self.pairs):
             signature = _cuts_apart(self.rows, mesh)
@@ -250,7 +250,7 @@ class _Routes:
         return seconds
 
     def uneven(self, shape: tuple[int, ...], mesh: tuple[int, ...]) -> np.ndarray:
-        """Which of the layouts, had and then wanted, exist but do not split every dim of a tensor evenly."""
+        """Indices of the layouts, ``have`` then ``want``, that are valid for a tensor but split a dim unevenly."""
         if (shape, mesh) not in self.odd:
             odd = self._uneven(shape, mesh)
             self.odd[shape, mesh] = odd[fitting(shape, self.rows[odd], mesh)] if len(odd) else odd
@@ -268,7 +268,7 @@ class _Routes:
 
 
 class ReshardPricer:
-    """The collectives between layouts, found once and priced on many meshes."""
+    """Computes the costs of reshards on many meshes; finds the collectives between layouts only once."""
 
     def __init__(self) -> None:
         self._pairs: dict[int, _Pairs] = {}
@@ -285,15 +285,15 @@ class ReshardPricer:
         tariff: Tariff,
         collective: Collective,
     ) -> np.ndarray:
-        """Seconds for every pair, ``[H, W]``.
+        """The cost of the reshard of each pair of layouts in seconds, ``[H, W]``.
 
         Args:
             shape: of the whole tensor.
             itemsize: bytes of an element.
-            have, want: coded layouts; what those cost that do not fit the shape does not matter.
+            have, want: H and W coded layouts; the costs of those that are invalid for the shape have no meaning.
             mesh: sizes of the axes.
-            tariff: for the tensor's size.
-            collective: what the tariff was made with.
+            tariff: the costs of collectives for the tensor's size.
+            collective: the function from which the tariff was computed.
         """
         key = have.tobytes(), want.tobytes()
         if key not in self._routes:
@@ -313,7 +313,7 @@ class ReshardPricer:
 
 
 def _sequences_of(source: np.ndarray, goal: np.ndarray, masks: np.ndarray) -> _Sequences:
-    """The collectives between pairs of coded layouts, given the sets of axes that contend."""
+    """The collectives between pairs of coded layouts, given the sets of conflicting axes."""
     axes = source.shape[-1]
     steps: list[np.ndarray] = []
     for change in changes(source, goal, masks, even=True, local=False):
@@ -337,7 +337,7 @@ def _distinct(steps: Sequence[np.ndarray], count: int, kinds: int) -> _Sequences
 
 
 def _cuts_apart(rows: np.ndarray, mesh: tuple[int, ...]) -> Hashable:
-    """What about a mesh decides which cuts of one dim are apart from each other."""
+    """A key that is equal for meshes on which the same cuts of one dim are nested in each other."""
     found: dict[int, set[int]] = {}
     for code in np.unique(rows[rows >= 0]):
         found.setdefault(int(code) // DIM, set()).add(int(code) % DIM)

@@ -1,8 +1,8 @@
-"""Virtual mesh axes: "devices" that are chunks of one device's work, run one after the other on it.
+"""Virtual mesh axes, whose "devices" are chunks of one device's work, which run one after the other on it.
 
-To a strategy, a chunk of a batch, or of a matrix product's rows, is what a device is: a part into which a mesh axis cuts a
-factor. Collectives along a virtual axis are local sums and joins; along the others, each chunk has its own, which is what
-lets one chunk's collective run while another chunk is computed. What is the same for all chunks is computed once.
+Strategies treat a chunk of a batch, or of a matrix product's rows, like a device: as a part into which a mesh axis splits a
+factor. Collectives along a virtual axis are local sums and concatenations. Along the other axes, each chunk has its own
+collectives, so that one chunk communicates while another computes. Values that are equal for all chunks are computed once.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["ChunkedWorld"]
 
 
 class ChunkedWorld(World):
-    """Chunks of every device that another world hosts.
+    """A world whose devices are the chunks of the devices that another world hosts.
 
     Args:
         base: the world of the devices.
-        chunks: sizes of the virtual axes, which come behind the mesh's.
-        places: the chunks, as coordinates on the virtual axes. ``hosted`` lists ``base.hosted`` for each.
+        chunks: sizes of the virtual axes, which follow the mesh axes.
+        places: the coordinates of each chunk on the virtual axes. ``hosted`` lists ``base.hosted`` for each.
     """
 
     base: World
 
     def __init__(self, base: World, chunks: tuple[int, ...], places: Sequence[tuple[int, ...]]) -> None:
         super().__init__(base.mesh_shape + chunks, [at + place for place in places for at in base.hosted])
-        self.__dict__["base"] = base  # not a submodule: it belongs to whoever made it
+        self.__dict__["base"] = base  # not as a submodule, since another object owns it
         self.whereabouts = base.whereabouts
         self.real, self.count, self.places = len(base.mesh_shape), len(base.hosted), list(places)
         self._values: list[Hashable] = list(range(len(self.places)))
 
     def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
-        """See ``World.launch``; what is to be summed over chunks is summed first, so that one collective moves the sum."""
+        """See ``World.launch``. Sums over chunks first, so that one collective communicates their sum."""
         distinct, pending = self._values, Pending(parts)
         self._values = list(distinct if values is None else values)
         for step in sums_first(steps, self.real):
@@ -50,7 +50,7 @@ class ChunkedWorld(World):
         return pending
 
     def _after(self, step: Step) -> list[Hashable]:
-        """Which chunks have the same value after a step."""
+        """A key for each chunk's value after a step; chunks with equal values have equal keys."""
         _, virtual = self._split_axes(step.axes)
         if not virtual:
             return self._values
@@ -69,7 +69,7 @@ class ChunkedWorld(World):
         return tuple(a for a in axes if a < self.real), tuple(a for a in axes if a >= self.real)
 
     def _each(self, collective: Callable[[list[Tensor]], Pending], parts: Sequence[Tensor]) -> Pending:
-        """A collective of the base world for every chunk; chunks that have the same value share one."""
+        """Runs a collective of the base world for every chunk; chunks with equal values share one."""
         known: dict[Hashable, Pending] = {}
         order = list(self._values)
         for i, value in enumerate(order):
@@ -85,7 +85,7 @@ class ChunkedWorld(World):
     def _locally(
         self, parts: Sequence[Tensor], axes: tuple[int, ...], join: Callable[[list[Tensor]], Tensor], own: bool
     ) -> list[Tensor]:
-        """For every group along virtual axes, its joined tensors; or of these, what a member owns."""
+        """Joins the tensors of each group along virtual axes; with ``own``, each member gets only its part."""
         results = list(parts)
         for members in groups(self.hosted, axes):
             joined = join([parts[i] for i in members])
@@ -119,7 +119,7 @@ class ChunkedWorld(World):
         return Pending(self._locally(parts, (axis,), lambda group: torch.stack(group, 1), True))
 
     def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
-        """See ``World.offset``; virtual axes cut what the others leave."""
+        """See ``World.offset``. Virtual axes split the parts that the other axes leave."""
         real, virtual = self._split_axes(axes)
         starts = self.base.offset(size, real, like) * len(self.places) if real else [0] * len(self.hosted)
         for axis in real:
@@ -145,7 +145,7 @@ class ChunkedWorld(World):
     def seeded(
         self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
-        """See ``World.seeded``: chunks at different places of a virtual axis draw different numbers."""
+        """See ``World.seeded``. Chunks at different places on a virtual axis draw different numbers."""
         real, virtual = self._split_axes(axes)
         at = self.hosted[index]
         chunk = [at[axis] if axis in virtual else 0 for axis in range(self.real, len(at))]

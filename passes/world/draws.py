@@ -1,4 +1,4 @@
-"""What one device would draw: every random operator's whole tensor, of which each device takes its part."""
+"""The random numbers that a single device would draw: the whole tensor of each operator, of which devices take parts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _aten = torch.ops.aten
 
 
 class Draw(NamedTuple):
-    """What a random operator draws on one device that has all of it.
+    """The tensor of random numbers that an operator draws if a single device runs it.
 
     Attributes:
-        name, target: of the operator, and what it is called in torch.
-        method: of the tensor that fills it, with the arguments ``by``; None: it is not known what is drawn.
-        shape, stride, dtype: of the tensor.
-        cuts: (dim, blocks, ways, mesh axis) of each split that leaves a device its part.
+        name, target: the name of the operator's node, and its target in torch.
+        method: the tensor method that fills the tensor, with the arguments ``by``; None if it is unknown what is drawn.
+        shape, stride, dtype: of the drawn tensor.
+        cuts: (dim, blocks, ways, mesh axis) of each split that results in a device's part.
     """
 
     name: str
@@ -39,28 +39,28 @@ class Draw(NamedTuple):
     cuts: tuple[tuple[int, int, int, int], ...] = ()
 
     def whole(self, device: torch.device) -> Tensor:
-        """The whole tensor, by torch's own generator of the device; that goes on as if the operator had run."""
+        """Draws the whole tensor, which advances torch's generator of the device as if the operator had run."""
         empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        if self.target == str(_aten.dropout.default) and device.type == "cuda":  # a kernel of its own
+        if self.target == str(_aten.dropout.default) and device.type == "cuda":  # has a kernel of its own
             return _aten.native_dropout.default(empty.zero_(), 1 - self.by[0], True)[1].to(self.dtype)
         assert self.method is not None, "refused before"
         filled: Tensor = getattr(empty, self.method)(*self.by)
         return filled
 
     def part(self, tensor: Tensor, coordinates: Sequence[int]) -> Tensor:
-        """A device's part of the whole tensor, as memory of its own."""
+        """A copy of a device's part of the whole tensor."""
         for dim, blocks, ways, axis in self.cuts:
             tensor = take_block(tensor, dim, blocks, ways, coordinates[axis])
         return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def drawn(node: fx.Node, layout: Layout, mesh: tuple[int, ...]) -> Draw | None:
-    """What a captured operator draws, or None if that is nothing.
+    """The tensor that a captured operator draws; None if it draws nothing.
 
     Args:
-        node: it.
+        node: the operator's node.
         layout: of its result.
-        mesh: sizes of the mesh axes, and of virtual ones behind them.
+        mesh: sizes of the mesh axes, then of the virtual axes.
     """
     if node.target not in DRAWN:
         return Draw(node.name, str(node.target))
@@ -78,7 +78,7 @@ def drawn(node: fx.Node, layout: Layout, mesh: tuple[int, ...]) -> Draw | None:
 
     operands = [each.meta["val"] for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
     if node.target is _aten.bernoulli.p and not all(each.is_contiguous() for each in operands):
-        # ``bernoulli_`` was captured so, which fills memory in another order than what makes a new tensor.
+        # Captured from ``bernoulli_``, which fills memory in a different order than an operator that makes a new tensor.
         return Draw(node.name, str(node.target))
 
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), value)  # type: ignore[misc, arg-type]
@@ -88,7 +88,7 @@ def drawn(node: fx.Node, layout: Layout, mesh: tuple[int, ...]) -> Draw | None:
         return None
     ((like, method, by),) = found
     (result,) = results_of(node)
-    # Weights of attention are no result: they have keys where that has the values' width, which nothing splits.
+    # Attention draws a tensor of its weights' shape: the last dim is the keys, in the result the values' width; both whole.
     attends = node.target is _aten.scaled_dot_product_attention.default
     stride = like.stride() if attends or like.shape != result.shape else result.stride()
     cuts = [
@@ -102,12 +102,12 @@ def drawn(node: fx.Node, layout: Layout, mesh: tuple[int, ...]) -> Draw | None:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What the operators of one pass draw, in the place of a seed.
+    """The draws of the operators of one pass, used in place of a seed.
 
     Attributes:
-        draws: of the operators, in the model's order.
-        states: of torch's generator, before each.
-        device: on which they draw.
+        draws: what each operator draws, in the model's order.
+        states: the state of torch's generator before each operator.
+        device: the device on which they draw.
     """
 
     draws: Sequence[Draw | None]
@@ -115,7 +115,7 @@ class Stream:
     device: torch.device
 
     def part(self, number: int, coordinates: Sequence[int]) -> Tensor:
-        """What an operator draws for a device; torch's generator stays where it is."""
+        """A device's part of what operator ``number`` draws; the state of torch's generator is kept."""
         draw = self.draws[number]
         assert draw is not None, "it draws nothing"
         with standing(generator_of(self.device), self.states[number]):
@@ -132,7 +132,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def standing(generator: torch.Generator, state: Tensor) -> Iterator[None]:
-    """The generator stands elsewhere for a while."""
+    """Context in which ``generator`` has the state ``state``; restores its previous state at the end."""
     before = generator.get_state()
     generator.set_state(state)
     try:

@@ -1,7 +1,7 @@
-"""What a sharded graph calls besides torch's own operators: reshards, and the few operators that need their place.
+"""Functions that a sharded graph calls besides torch's operators: reshards, and operators that depend on the device.
 
 A function marked ``hosted`` accepts either one tensor (this process's part) or, under ``simulate``, ``Parts``: the parts of
-all devices of the mesh. Others are local and run once per device.
+all devices of the mesh. Other functions are local and run once per device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Parts(list):
 
 
 def part_of(value: Any, index: int) -> Any:
-    """One device's view of arguments that hold ``Parts``, however deep."""
+    """One device's arguments: ``value`` with ``Parts``, at any depth, replaced by their values at ``index``."""
     if isinstance(value, Parts):
         return value[index]
     if isinstance(value, (list, tuple)):
@@ -61,20 +61,21 @@ def part_of(value: Any, index: int) -> Any:
 
 
 def hosted(function: _Function) -> _Function:
-    """Marks a function that is called once for all devices that a process hosts, and takes ``Parts`` itself."""
+    """Marks a function that is called once for all devices that a process hosts, and accepts ``Parts``."""
     function.hosted = True  # type: ignore[attr-defined]
     return function
 
 
 def is_hosted(target: Any) -> bool:
-    """Whether what a node calls is marked by ``hosted``."""
+    """Whether a node's target is marked by ``hosted``."""
     return getattr(target, "hosted", False) is True
 
 
 def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """What a function of autograd may give: no tensor that it was given or gives already, and one to change in place.
+    """``result`` as an output of an autograd function: none of ``others``, and a tensor that can be modified in place.
 
-    A view that is made in such a function cannot be changed in place outside; what arrived belongs to nobody else.
+    Views that such a function makes cannot be modified in place outside it. The result of a collective shares memory with
+    no other tensor, so it can be detached from its base.
     """
     if any(result is other for other in others):
         return result.view_as(result)
@@ -88,21 +89,22 @@ def _apart(result: Tensor, others: Sequence[Tensor]) -> Tensor:
 def reshard(
     world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None, at: str = ""
 ) -> Any:
-    """Takes ``value`` to another layout by ``forward`` steps; its gradient comes back by ``backward`` steps.
+    """Converts ``value`` to another layout by ``forward`` steps, and its gradient back by ``backward`` steps.
 
     Args:
         world: the mesh.
         value: a tensor, or ``Parts``.
-        forward, backward: steps.
-        cast: dtypes in which the value moves, and its gradient; the gradient comes back in the value's own.
-        at: for which operator, as messages have it; so in all that follows.
+        forward, backward: reshard steps.
+        cast: the dtypes in which the value and its gradient are communicated. The result has the former; the returned
+            gradient has the value's own dtype.
+        at: the operator for which the reshard runs, as messages name it; likewise in the functions below.
     """
     return reshard_chunks(world, [value], forward, backward, (0,), (0,), cast=cast, at=at)[0]
 
 
 @hosted
 def chunked(world: World, chunks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> World:
-    """The world of some chunks of the hosted devices; see `passes.world.chunked`."""
+    """The world whose devices are chunks of the hosted devices; see `passes.world.chunked`."""
     return ChunkedWorld(world, chunks, places)
 
 
@@ -137,7 +139,7 @@ class _Reshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         world, count = ctx.world, ctx.world.count
         places = world.places
-        # A place whose result is not kept had the same result as one that is: chunks are equal along what is not kept.
+        # A place that is not kept had the same result as a kept one: results are equal along axes with one kept coordinate.
         source = [_represented_by(place, [places[i] for i in ctx.kept]) for place in places]
         first = [ctx.spread.index(i) for i in range(ctx.given)]
         if torch.is_grad_enabled():
@@ -174,15 +176,15 @@ def reshard_chunks(
     cast: _Dtypes | None = None,
     at: str = "",
 ) -> list[Any]:
-    """``reshard`` along virtual axes too.
+    """``reshard`` of the values of several chunks, along virtual axes too.
 
     Args:
-        world: of the chunks that differ before or after; of the devices, where there is one chunk.
-        values: what differs before, a tensor or ``Parts`` each.
-        forward, backward: steps.
-        spread: per chunk of the world, which of the values it has.
-        kept: the chunks whose results differ.
-        op: of the all-reduce; ``max`` has no gradient.
+        world: the world of the chunks that differ before or after the reshard; with one chunk, that of the devices.
+        values: the values that differ before the reshard, each a tensor or ``Parts``.
+        forward, backward: reshard steps.
+        spread: for each chunk of the world, the index of its value.
+        kept: the indices of the chunks whose results differ, and are returned.
+        op: the reduction of the all-reduce; ``max`` has no gradient.
         cast, at: see ``reshard``.
     """
     world.whereabouts.at = at
@@ -207,9 +209,9 @@ def reshard_chunks(
 
 @hosted
 def all_sum(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
-    """The sum over ``axes`` of partial sums that each device goes on to use for its own shard.
+    """The sum over ``axes`` of partial sums, which each device then uses for its own shard.
 
-    Each device's gradient of the sum is therefore partial too: the mirror is the same all-reduce.
+    Each device's gradient of the sum is therefore partial too, and the backward pass runs the same all-reduce.
     """
     step = (Step("all_reduce", axes),)
     return reshard(world, value, step, step, at=at)
@@ -217,7 +219,7 @@ def all_sum(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> An
 
 @hosted
 def all_reduce(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
-    """The sum over ``axes`` of partial sums, for a use that is the same on every device: its gradient passes unchanged."""
+    """The sum over ``axes`` of partial sums, which all devices use alike: its gradient is passed on unchanged."""
     return reshard(world, value, (Step("all_reduce", axes),), (), at=at)
 
 
@@ -225,7 +227,7 @@ def all_reduce(world: World, value: Any, axes: tuple[int, ...], at: str = "") ->
 def gather(
     world: World, value: Any, forward: Sequence[Step], backward: Sequence[Step], cast: _Dtypes | None = None, at: str = ""
 ) -> Any:
-    """``reshard`` of a parameter that is cast or gathered before use; the backward pass may do so again (``Regather``)."""
+    """``reshard`` of a parameter that is cast or gathered before use; the backward pass may repeat it (``Regather``)."""
     result = reshard(world, value, forward, backward, cast, at)
     if world.regather is not None and isinstance(result, Tensor):
         world.regather.register(result, value, tuple(Step(*s) for s in forward), at)
@@ -234,7 +236,7 @@ def gather(
 
 @hosted
 def all_max(world: World, value: Any, axes: tuple[int, ...], at: str = "") -> Any:
-    """The maximum over ``axes``; no gradient (its users subtract it again)."""
+    """The maximum over ``axes``, without a gradient, since its consumers subtract it again."""
     return reshard_chunks(world, [value], (Step("all_reduce", axes),), (), (0,), (0,), "max", at=at)[0]
 
 
@@ -249,7 +251,7 @@ class _Ending(torch.autograd.Function):
 
 
 def ending(value: Tensor, sink: Tensor) -> Tensor:
-    """``value``, whose gradient is that of ``sink`` and goes no further; see `passes.sharding.deferral`."""
+    """``value``, whose gradient goes to ``sink`` instead of to what produced ``value``; see `passes.sharding.deferral`."""
     return _Ending.apply(value, sink)
 
 
@@ -269,7 +271,7 @@ class _Mirror(torch.autograd.Function):
 
 @hosted
 def mirror(world: World, value: Any, like: Any, backward: Sequence[Step], at: str = "") -> Any:
-    """A reshard's way of the gradient alone: what it gives is shaped as ``like``, and has no numbers of ``value``'s."""
+    """Only the backward half of a reshard: returns ``like``, whose gradient ``backward`` converts to that of ``value``."""
     several = isinstance(value, Parts)
     steps = tuple(Step(*s) for s in backward)
     made = _Mirror.apply(world, steps, list(like) if several else [like], at, *(value if several else [value]))
@@ -288,30 +290,29 @@ class _InOneFormat(torch.autograd.Function):
 
 
 def in_one_format(world: World, x: Tensor) -> Tensor:
-    """``x`` and its gradient as a kernel cannot misread them; see `passes.layouts.layout.in_one_format`."""
+    """``x``, with an unambiguous memory format for it and its gradient; see `passes.layouts.layout.in_one_format`."""
     return _InOneFormat.apply(world, x)
 
 
 def within(world: World, ids: Tensor, outside: Tensor, message: str) -> Tensor:
-    """``ids``, if none of them is ``outside``.
+    """Returns ``ids`` if ``outside`` is 0; consumers read the result, so that the check is not removed as dead code.
 
     Raises:
-        IndexError: on every device where ``outside`` is not 0; the first of the two tensors is what others then read, so
-            that the check is not left out.
+        IndexError: ``outside`` is not 0 on this device. On a GPU, a device-side assertion fails instead.
     """
     return world.local("within", ids, outside, message)
 
 
 @hosted
 def offset(world: World, size: int, axes: tuple[int, ...], like: Any) -> Any:
-    """Where this device's contiguous part of a dim of ``size``, split by ``axes``, begins. ``like`` gives the form."""
+    """The first index of this device's part of a dim of ``size`` that ``axes`` split; ``Parts`` if ``like`` is."""
     starts = world.offset(size, axes, like)
     return Parts(starts) if isinstance(like, Parts) else starts[0]
 
 
 @hosted
 def next_seed(world: World, draws: tuple[Draw | None, ...]) -> Any:
-    """A fresh seed for the random operators of one forward pass, the same on every device; they draw ``draws``."""
+    """The seed for the random operators of a forward pass, the same on every device; they draw ``draws``."""
     return world.next_seed(draws)
 
 

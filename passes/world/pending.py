@@ -1,4 +1,4 @@
-"""A collective that was begun, and what is done with its results once they are there."""
+"""A collective in progress, and the local work on its results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """A collective under way: the hosted devices' results, to be had by ``wait``.
+    """A collective in progress; ``wait`` returns the hosted devices' results.
 
     Args:
         parts: the tensors that the collective fills, one per hosted device.
-        work: torch's handle, None when nothing is under way.
-        sent: tensors that must live until the end.
+        work: torch's handle; None if nothing is in progress.
+        sent: tensors that must stay alive until the collective ends.
     """
 
     def __init__(self, parts: Iterable[Tensor], work: Any = None, sent: Any = None) -> None:
@@ -24,19 +24,19 @@ class Pending:
         self._then: list[Callable[[list[Tensor]], list[Tensor]]] = []
 
     def then(self, function: Callable[[list[Tensor]], list[Tensor]]) -> Pending:
-        """The same with local work on the results, done when they are waited for."""
+        """Adds local work on the results, which ``wait`` runs; returns this object."""
         self._then.append(function)
         return self
 
     def whenever_done(self, call: Callable[[Any], Any]) -> None:
-        """Calls a function when the collective is done: at once when nothing is under way."""
+        """Calls a function when the collective is done; at once if nothing is in progress."""
         if self._work is None:
             call(None)
         else:
             self._work.get_future().add_done_callback(call)
 
     def wait(self) -> list[Tensor]:
-        """The results, when they are there."""
+        """Waits for the collective, and returns the results."""
         if self._work is not None:
             self._arrive(self._work)
         for function in self._then:

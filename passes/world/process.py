@@ -1,4 +1,4 @@
-"""The world of one process of a ``torch.distributed`` job: its place on a mesh, and its process groups."""
+"""The world of one process of a ``torch.distributed`` job: its coordinates on a mesh, and its process groups."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from passes.world.world import World, reduced
 
 __all__ = ["ProcessWorld", "all_gather_single", "made_once", "time_limit"]
 
-#: Bytes that a device may receive of a group for gloo to exchange them pairwise. Its rings take a step, for which every
-#: process has to wake, for every member; of pairs all go at once, but where an uplink is shared more crosses it.
+#: The most bytes that a device receives in a pairwise exchange over gloo. Gloo's rings take one step per member, for which
+#: every process has to wake up; pairwise messages are all sent at once, but more bytes cross an uplink that is shared.
 _PAIRWISE = 64 * 2**10
-#: The job's process group -> what is made once in it.
+#: The job's process group -> key -> the object that `made_once` has made.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 atexit.register(_MADE.clear)  # see `_let_go`
-#: As torch 2.12 named them.
+#: Torch 2.12's names, or else those of earlier versions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _UnderWay(Pending):
-    """A collective of a process group: who waits for it says so, and its errors say what it ran for."""
+    """A collective of a process group. Waits for it are recorded in ``Whereabouts``; its errors name its operator."""
 
     def __init__(self, world: ProcessWorld, kind: str, axes: tuple[int, ...], *rest: Any) -> None:
         super().__init__(*rest)
@@ -53,15 +53,15 @@ class _UnderWay(Pending):
 
 
 class ProcessWorld(World):
-    """This process's place on a ``DeviceMesh``, and its process groups.
+    """One process of a job: its coordinates on a ``DeviceMesh``, and its process groups.
 
     Args:
         mesh: the device mesh; its axes are the plan's.
-        groups: see ``join``.
-        whereabouts: of this process; left out, nobody reads them.
+        groups: the sets of axes that need a process group; see ``join``.
+        whereabouts: the state of this process; by default, a new one, which no other thread reads.
 
     Attributes:
-        sliced: the axes over which collectives are gloo's, and can be waited for bit by bit.
+        sliced: the sets of axes whose process groups use gloo, so that waits can be interrupted and resumed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ProcessWorld(World):
         atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
 
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """See ``World.join``; every process has to join the same groups."""
+        """See ``World.join``. All processes must join the same groups."""
         for axes in sorted(set(groups) - self._process_groups.keys()):
             group = self._process_groups[axes] = self._make_group(axes)
             with suppress(RuntimeError):  # torch's fake process group has no time limit
@@ -96,7 +96,7 @@ class ProcessWorld(World):
         return next(group for group, members in zip(made, several, strict=True) if dist.get_rank() in members)
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """See ``World.of_first``; over gloo, so that no process waits for a GPU. torch's fake job has no other group."""
+        """See ``World.of_first``. Uses gloo, so that no process waits for a GPU, or torch's fake group in a fake job."""
         if () not in self._process_groups:
             whole: Any = dist.group.WORLD if dist.get_backend() in ("gloo", "fake") else None
             self._process_groups[()] = whole or made_once("gloo", dist.new_group, timeout=time_limit(), backend="gloo")
@@ -112,7 +112,7 @@ class ProcessWorld(World):
     def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
         """See ``World.all_reduce_``."""
         value = parts[0]
-        # of one element, gloo's ring is no slower
+        # for a single element, gloo's ring is no slower
         if value.numel() > 1 and self._pairwise(value, axes):
             return self._everybodys(value, axes).then(lambda given: [reduced(given[0], op)])
         reduction = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -130,7 +130,7 @@ class ProcessWorld(World):
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
         part = _in_memory(parts[0])
-        if (axis,) in self.sliced:  # gloo, whose own is an all_reduce: twice the bytes, and more latency
+        if (axis,) in self.sliced:  # gloo's reduce_scatter is an all_reduce: twice the bytes, and more latency
             return self.all_to_all([part], axis).then(lambda given: [reduced(given[0])])
         result = part.new_empty(part.shape[1:])
         return self._begun("reduce_scatter", (axis,), result, part, reduce_scatter_single, result.view(-1), part.view(-1))
@@ -148,7 +148,7 @@ class ProcessWorld(World):
     def _begun(
         self, kind: str, axes: tuple[int, ...], result: Tensor, sent: Any, begin: Callable[..., Any], *given: Any
     ) -> Pending:
-        """The collective that ``begin`` launches."""
+        """Launches a collective by calling ``begin``, and returns it."""
         made = _UnderWay(self, kind, axes, [result], None, sent)
         try:
             made._work = begin(*given, group=self._process_groups[axes], async_op=True)
@@ -160,26 +160,26 @@ class ProcessWorld(World):
         return made
 
     def _everybodys(self, part: Tensor, axes: tuple[int, ...]) -> Pending:
-        """The group's tensors, stacked, by pairwise exchange: what ``all_gather`` gives."""
+        """The group's tensors, stacked, as from ``all_gather``, but by pairwise exchange."""
         return self._exchanged(part.expand(self._process_groups[axes].size(), *part.shape), axes)
 
     def _pairwise(self, part: Tensor, axes: tuple[int, ...]) -> bool:
-        """Whether everybody's tensors are better exchanged pair by pair."""
+        """Whether to gather the group's tensors by pairwise exchange, instead of gloo's ring."""
         group = self._process_groups[axes]
         return axes in self.sliced and (group.size() - 1) * part.nbytes <= _PAIRWISE
 
 
 def made_once(key: Hashable, make: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What ``make(*args, **options)`` gives, made once in a job, as groups keep threads and connections until it ends.
+    """The result of ``make(*args, **options)``, cached for the job: groups keep threads and connections until it ends.
 
     Args:
-        key: tells it from other things; every process asks for the same ones in the same order.
-        make: makes groups, or a mesh, which has some.
-        args, options: its arguments.
+        key: identifies the result. All processes must request the same keys in the same order.
+        make: makes a process group, or a mesh, which has several.
+        args, options: arguments of ``make``.
     """
     job = default_group()
     if job not in _MADE:
-        _MADE.clear()  # a mesh of an earlier job would keep its group
+        _MADE.clear()  # a mesh of an earlier job would keep that job's group alive
     made = _MADE.setdefault(job, {})
     if key not in made:
         made[key] = make(*args, **options)
@@ -187,16 +187,16 @@ def made_once(key: Hashable, make: Callable[..., Any], *args: Any, **options: An
 
 
 def time_limit() -> timedelta:
-    """How long the job's process group waits for a collective; groups that are made later have torch's default."""
+    """The timeout of the job's process group; groups that are made later do not inherit it, and have torch's default."""
     return group_time_limit(default_group())
 
 
 def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> None:
-    """Forgets a world's process groups before the interpreter ends.
+    """Releases a world's process groups before the interpreter exits.
 
-    The threads of a group that is still there at the end may need the interpreter to free a tensor, and then abort the
-    process (pytorch issue 190489). ``destroy_process_group`` does not end them: the world and its ``DeviceMesh`` hold them,
-    and caches of DTensor's may hold the mesh when the world is gone.
+    If a group still exists then, its threads may need the interpreter to free a tensor, and abort the process (pytorch
+    issue 190489). ``destroy_process_group`` does not end the threads: the world and its ``DeviceMesh`` keep the groups
+    alive, and DTensor's caches may keep the mesh alive after the world is gone.
     """
     held, known = world(), mesh()
     if held is not None:
@@ -206,10 +206,10 @@ def _let_go(world: weakref.ref[ProcessWorld], mesh: weakref.ref[DeviceMesh]) -> 
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """A tensor without gaps. Some zeros that autograd makes (the gradient of ``sgn``) have no memory at all."""
+    """The tensor, contiguous. Some zeros that autograd makes (the gradient of ``sgn``) have no memory at all."""
     return tensor.clone(memory_format=torch.contiguous_format) if is_zerotensor(tensor) else tensor.contiguous()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Booleans travel as bytes: not every backend knows them."""
+    """The tensor, with booleans viewed as bytes, since not every backend supports booleans."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

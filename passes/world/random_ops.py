@@ -1,4 +1,4 @@
-"""Random operators written as what they draw, so that a pass that is run again draws what the first one drew."""
+"""Random operators, decomposed into draws and deterministic operators, so that a repeated pass draws the same numbers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 __all__ = ["DRAWN", "Noise"]
 
 _aten = torch.ops.aten
-#: What SELU tends to, less its sign.
+#: Minus the limit of SELU at minus infinity.
 _ALPHA = 1.7580993408473766
 
-#: (a tensor like the one wanted, the method that fills it, what that is given) -> random numbers
+#: (a tensor like the result, the name of the tensor method that fills it, the method's arguments) -> random numbers
 Noise = Callable[..., Tensor]
 
 
@@ -25,12 +25,12 @@ def _dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
         return x
     if p == 1:
         return x * torch.zeros_like(x)
-    kept = noise(x, "bernoulli_", 1 - p) != 0  # a byte for each element, which the backward pass keeps
+    kept = noise(x, "bernoulli_", 1 - p) != 0  # one byte per element, saved for the backward pass
     return x * (1 / (1 - p)) * kept
 
 
 def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    """Keeps the mean and the variance: what is dropped becomes what SELU tends to (see ``torch.nn.AlphaDropout``)."""
+    """A dropout that keeps mean and variance: dropped elements get SELU's lower limit (see ``torch.nn.AlphaDropout``)."""
     if not train or p in (0, 1) or x.numel() == 0:
         return _dropout(noise, x, p, train)
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
@@ -39,7 +39,7 @@ def _alpha_dropout(noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _channels(dropout: Callable[..., Tensor], noise: Noise, x: Tensor, p: float, train: bool) -> Tensor:
-    """A dropout of whole channels, [batch, channels, ...]."""
+    """A dropout of whole channels; ``x`` is [batch, channels, ...]."""
     return dropout(lambda like, *how: noise(like.new_empty((*like.shape[:2], *[1] * (like.dim() - 2))), *how), x, p, train)
 
 
@@ -58,7 +58,7 @@ def _attention(
     lead = q.shape[:-2] if enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
     weights = q.new_empty((*lead, q.shape[-2], k.shape[-2]))
     kept = noise(weights, "bernoulli_", 1 - dropout) != 0
-    if mask is not None and mask.dtype == torch.bool:  # which this operator would add
+    if mask is not None and mask.dtype == torch.bool:  # the operator below would add it
         mask = q.new_zeros(mask.shape).masked_fill(mask.logical_not(), -math.inf)
     return _aten._scaled_dot_product_attention_math.default(
         q, k, v, mask, dropout, causal, kept, scale=scale, enable_gqa=enable_gqa
@@ -66,16 +66,16 @@ def _attention(
 
 
 def _refilled(method: str, *default: float) -> Callable[..., Tensor]:
-    """A method that fills a tensor in place, of which graphs have the out-of-place form."""
+    """The out-of-place form, as in captured graphs, of a method that fills a tensor in place."""
     return lambda noise, x, *by, generator=None: noise(x, method, *by, *default[len(by) :])
 
 
 def _filled(empty: Callable[..., Tensor], method: str) -> Callable[..., Tensor]:
-    """Noise of the shape that ``empty`` gives."""
+    """An operator that draws noise in the shape of the tensor that ``empty`` returns."""
     return lambda noise, *args, **options: noise(empty(*args, **options), method)
 
 
-#: Operators that draw random numbers, in terms of what they draw.
+#: Operators that draw random numbers -> their decompositions, which take a `Noise` and the operator's arguments.
 DRAWN: Mapping[Any, Callable[..., Tensor]] = {
     _aten.dropout.default: _dropout,
     _aten.feature_dropout.default: functools.partial(_channels, _dropout),

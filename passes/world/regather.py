@@ -1,4 +1,4 @@
-"""Parameters that are cast or gathered before use, and again for the backward pass."""
+"""Casts and gathers parameters again for the backward pass, instead of keeping their gathered copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Regather"]
 
 
 class Regather:
-    """Keeps gathered parameters out of what autograd saves: the backward pass gathers them again.
+    """Keeps gathered parameters out of autograd's saved tensors: the backward pass gathers them again.
 
     Used as a context around the forward pass. A saved tensor that shares its storage with a gathered parameter is
-    replaced by how to gather it.
+    replaced by a function that gathers it.
     """
 
     def __init__(self, world: World) -> None:
@@ -31,14 +31,14 @@ class Regather:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, operator.call)
 
     def register(self, gathered: Tensor, source: Tensor, steps: tuple[Step, ...], at: str = "") -> None:
-        """Remembers that ``gathered`` came from ``source`` by a cast to its dtype, and ``steps``, for an operator."""
+        """Records that ``gathered`` was made from ``source`` by a cast and ``steps``, for the operator ``at``."""
         key = gathered.untyped_storage().data_ptr()
         self._gathered[key] = weakref.ref(gathered), source.detach(), steps, at
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         entry = self._gathered.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
-            # Detached: what is saved by the operator that makes it would hold that operator, and so itself, for ever.
+            # Detached: an operator that saves its own result would form a reference cycle with it, and never be freed.
             return functools.partial(_unchanged, tensor.detach(), version(tensor))
         _, source, steps, at = entry
         lies = tensor.size(), tensor.stride(), int(tensor.storage_offset())
@@ -69,7 +69,7 @@ class Regather:
 
 
 def _unchanged(tensor: Tensor, expected: int) -> Tensor:
-    """What was saved; where hooks save, torch does not look whether it was changed since."""
+    """A saved tensor, if it is at the expected version, which torch does not check for tensors saved by hooks."""
     if version(tensor) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

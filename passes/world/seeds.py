@@ -1,7 +1,7 @@
-"""The seeds of the passes that draw random numbers: from torch's own generator, as it stands in the first process.
+"""Seeds of the passes that draw random numbers, from the state of torch's own generator in the first process.
 
-``torch.manual_seed`` sets what is drawn, ``torch.get_rng_state`` saves it, and a pass that ``torch.utils.checkpoint`` does
-again, for which that restores the generator, draws the same.
+Therefore, ``torch.manual_seed`` determines the numbers, ``torch.get_rng_state`` saves their state, and a pass that
+``torch.utils.checkpoint`` repeats draws the same numbers, since it restores the generator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["AsSingle", "Seeds", "ways_to_draw"]
 
 
 class Seeds:
-    """A seed for each pass, from which each part of an operator has its own (see `passes.world.ops.seeded`).
+    """Makes a seed for each pass, from which each part of an operator derives its own (see `passes.world.ops.seeded`).
 
     Attributes:
-        repeated: the seed of the pass that is being run again; None: every pass is a new one.
-        ordered: whether it matters in which order elements lie in memory.
+        repeated: the seed of the pass that is being repeated; None if every pass is a new one.
+        ordered: whether the drawn numbers depend on the memory order of tensors.
     """
 
     ordered = False
@@ -33,14 +33,14 @@ class Seeds:
         self.repeated: Any = None
 
     def require(self, draws: Sequence[Draw | None]) -> None:
-        """Refuses operators that it cannot seed."""
+        """Checks that all operators can be seeded this way."""
 
     def next(self, draws: Sequence[Draw | None], of_first: Callable[[Tensor], Tensor]) -> Any:
-        """The seed of a pass that begins, the same on every device.
+        """The seed of a new pass, or the one in `repeated`; the same on every device.
 
         Args:
             draws: what the pass's operators draw, in the model's order.
-            of_first: gives the first process's tensor of those that all processes pass.
+            of_first: returns the first process's tensor on all processes; see ``World.of_first``.
         """
         return self._new(draws, of_first) if self.repeated is None else self.repeated
 
@@ -49,7 +49,7 @@ class Seeds:
 
     @contextmanager
     def repeating(self, seed: Any) -> Iterator[None]:
-        """A pass that was run before is run again, with its seed; torch's generator does not go on."""
+        """Context in which passes repeat an earlier pass, with its seed; torch's generator does not advance."""
         before, self.repeated = self.repeated, seed
         try:
             yield
@@ -58,13 +58,13 @@ class Seeds:
 
 
 class AsSingle(Seeds):
-    """Numbers that the model itself would draw in one process, and torch's generator where that would leave it.
+    """Seeds with which a pass draws what the model would draw on one device, and leaves torch's generator in that state.
 
-    In whatever order devices run the operators, each has its place in the model's: a pass first draws everything once, to
-    know where the generator stands before each.
+    The numbers do not depend on the order in which devices run the operators: a pass first draws everything once, in the
+    model's order, to record the generator's state before each operator.
 
     Args:
-        device: on which the model draws.
+        device: the device on which the model draws.
     """
 
     ordered = True
@@ -77,9 +77,9 @@ class AsSingle(Seeds):
         """See ``Seeds.require``.
 
         Raises:
-            AutotpError: names the operators.
+            AutotpError: for some operators, one device's draws cannot be reproduced; the message names them.
         """
-        fused = self.device.type == "cuda"  # its kernels draw in an order of their own
+        fused = self.device.type == "cuda"  # its attention kernels draw in an order of their own
         attends = str(torch.ops.aten.scaled_dot_product_attention.default)
         unknown = [d for d in draws if d is not None and (d.method is None or (fused and d.target == attends))]
         if unknown:
@@ -101,14 +101,14 @@ class AsSingle(Seeds):
 
 
 def ways_to_draw(dropout: str, device: torch.device) -> Seeds:
-    """Seeds of the kind that ``autotp.parallelize`` is asked for.
+    """The seeds for the option ``dropout`` of ``autotp.parallelize``.
 
     Args:
         dropout: ``sharded`` or ``as-single``.
         device: on which the model runs.
 
     Raises:
-        AutotpError: it is neither.
+        AutotpError: ``dropout`` is neither.
     """
     if not isinstance(dropout, str) or dropout not in ("sharded", "as-single"):
         raise AutotpError(f"dropout={shown(dropout)} is unknown; choose 'sharded' or 'as-single'")

@@ -1,7 +1,7 @@
-"""What a process is doing: which collective it waits for, on behalf of which operator, and in which call of its module.
+"""The state of a process: which collective it waits for, for which operator, and in which call of its module.
 
-The thread that computes notes it here, in a few assignments to a collective; another thread may read it at any time and
-tell the other processes (`autotp.runtime.watch`).
+The computing thread records it here, with a few assignments per collective; another thread may read it at any time and
+report it to the other processes (`autotp.runtime.watch`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from passes.torch_internals import StopRecomputationError, backward_pass, queue_
 
 __all__ = ["ENDED_EARLY", "CollectiveError", "Job", "Whereabouts"]
 
-#: For how long gloo's collectives are waited for, before it is looked whether that is in vain.
+#: During a wait for a collective of gloo, the time between two checks whether another rank has failed.
 _SLICE = timedelta(seconds=1)
-#: Calls that are remembered: more than are made between two looks of the other ranks.
+#: The number of recorded calls: more than a module has between two looks of the other ranks at this rank's record.
 _TRAIL = 2**14
-#: What is known of a backward pass that an error ended outside of the module's own functions.
+#: The reported error and operator if an error outside the module's own functions ends its backward pass.
 ENDED_EARLY = RuntimeError("an error ended it early"), "its backward pass"
 
 
 class CollectiveError(AutotpError):
-    """A collective failed, or cannot be had: a process ended or failed, or the process group's time limit passed.
+    """A collective failed or cannot run: a process ended or failed, or the process group's timeout expired.
 
     Attributes:
-        rank: where.
-        operator: for which operator, and in which module, the collective ran, or what failed; empty if it was for none.
-        others: where the other ranks were, as far as they said; empty if nobody knows.
+        rank: the rank on which the failure occurred.
+        operator: the operator that failed, or for which the collective ran, with its module; empty if there is none.
+        others: where the other ranks were, as far as they have reported it; empty if nothing is known.
     """
 
     def __init__(self, message: str, rank: int = 0, operator: str = "", others: str = "") -> None:
@@ -46,42 +46,42 @@ class CollectiveError(AutotpError):
 
 
 class Job(Protocol):
-    """How a process hears of the others."""
+    """The interface through which a process reports a failure to the other ranks, and learns of theirs."""
 
     def failed(self, error: BaseException, operator: str) -> AutotpError | None:
-        """Tells the others that this process failed; what is wrong from now on, nothing if all failed alike."""
+        """Reports that this process failed. Returns the error to raise from now on; None if all ranks failed alike."""
 
     def caller(self) -> Any:
-        """The line of the user's source that calls."""
+        """The line of the user's source that the calling thread executes."""
 
     def told(self, waits: float) -> AutotpError | None:
-        """What is wrong, if another failed before it took part in the collective that is waited for.
+        """The error to raise if another rank failed before it took part in the awaited collective; None otherwise.
 
         Args:
-            waits: the collective's number.
+            waits: the number of the collective among those waited for.
         """
 
     def refusal(self) -> AutotpError | None:
-        """What is wrong with the process group, for whatever module it was found."""
+        """The error to raise if a rank failed in the process group, in any module; None otherwise."""
 
 
 class Whereabouts:
-    """What this process is doing.
+    """The state of this process.
 
     Attributes:
-        rank: this process's.
-        at: the operator that the next collective runs for, with its module.
-        waiting: the collective that is waited for, which says what it is; None: none is.
-        waits: how many were waited for.
-        call: what the module was called for last.
-        calls, caller: how often it was called, and from where last.
-        trail: the last calls, as (number, what for).
-        checking: the call that the ranks are comparing.
-        others: where the other ranks are, once a wait takes long.
-        problem: what is wrong with the ranks; whoever waits for them, or is called, raises it.
-        job: the other processes; None: nobody hears of them.
-        back: autograd's number of the backward pass that has begun; None: there is none.
-        early: whether an error ended the last one.
+        rank: this process's rank.
+        at: the operator, with its module, for which the next collective runs.
+        waiting: the collective that the process waits for, whose ``str`` describes it; None if there is none.
+        waits: the number of collectives waited for so far, including ``waiting``.
+        call: the latest call of the module, whose ``str`` describes it; None before the first call.
+        calls, caller: the number of calls, and the line of the user's source that made the latest one.
+        trail: the latest calls, as (number, call).
+        checking: the call, as (number, call), that the ranks are comparing; None if there is none.
+        others: describes where the other ranks are, once a wait takes long.
+        problem: the error after which collectives would no longer match; waits and calls raise it. None if there is none.
+        job: reports failures to and from the other ranks; None if nothing does.
+        back: autograd's id of the backward pass in progress; None if there is none.
+        early: whether an error ended the latest backward pass.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -99,14 +99,14 @@ class Whereabouts:
         self._passing = threading.RLock()
 
     def called(self, call: Any, *, checked: bool = False) -> None:
-        """Notes a call of the module.
+        """Records a call of the module.
 
         Args:
-            call: what it is for.
-            checked: whether the ranks compare it before they run it; ``agreed`` says when they have.
+            call: the call; its ``str`` describes it.
+            checked: whether the ranks compare the call before they run it; ``agreed`` records that they have.
 
         Raises:
-            AutotpError: the ranks' collectives do not match any more.
+            AutotpError: the ranks' collectives no longer match.
         """
         if self.early:
             self._fail(*ENDED_EARLY)
@@ -121,13 +121,13 @@ class Whereabouts:
             self.trail.append((self.calls, call))
 
     def agreed(self) -> None:
-        """Notes that all ranks make the call that was checked."""
+        """Records that all ranks make the checked call."""
         if self.checking is not None:
             self.trail.append(self.checking)
             self.checking = None
 
     def going_back(self, at: str) -> None:
-        """Notes a backward pass, until it is over, and for which operator its next collective runs."""
+        """Records the backward pass in progress, until it ends, and the operator of its next collective."""
         self.at = at
         task = backward_pass()
         if self.back is None and self.job is not None and task != -1:
@@ -136,11 +136,11 @@ class Whereabouts:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Tells the other ranks if a pass ends early in here."""
+        """Context of a pass, which reports to the other ranks if an error ends it."""
         try:
             with self.alone():
                 yield
-        except StopRecomputationError:  # torch.utils.checkpoint has what it needs, on all ranks
+        except StopRecomputationError:  # torch.utils.checkpoint ends a recomputation early, on all ranks alike
             raise
         except BaseException as error:
             self._fail(error, _failed_at(error))
@@ -148,7 +148,11 @@ class Whereabouts:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Refuses other threads meanwhile, as ranks could begin their collectives in different orders."""
+        """Context that excludes other threads, as ranks might launch their collectives in different orders.
+
+        Raises:
+            AutotpError: another thread is in this context. Without a ``job``, this thread waits for it instead.
+        """
         if not self._passing.acquire(blocking=self.job is None):
             error = AutotpError(
                 "two threads of this process run the distributed module at the same time: its collectives have to come in "
@@ -171,12 +175,12 @@ class Whereabouts:
 
         Args:
             work: torch's handle.
-            what: says what it is; of its attributes, ``operator`` says for which operator it runs.
-            sliced: whether the wait can be interrupted and go on, as gloo's can.
+            what: the collective: its ``str`` describes it, and its ``operator`` is the one for which it runs.
+            sliced: whether the wait can be interrupted and resumed, as gloo's can.
 
         Raises:
-            CollectiveError: it failed.
-            AutotpError: another rank will never take part.
+            CollectiveError: the collective failed.
+            AutotpError: another rank will never take part in it.
         """
         self.waits += 1
         self.waiting = what
@@ -197,7 +201,7 @@ class Whereabouts:
                 return
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # raises what it failed with
+                    work.wait()  # raises its error if it failed
                     return
                 if self.problem is None and self.job is not None:
                     self.problem = self.job.told(self.waits)
@@ -205,7 +209,7 @@ class Whereabouts:
                     raise self.problem from None
 
     def failed(self, what: Any, error: BaseException) -> AutotpError:
-        """What to raise where a collective fails, at its launch or later."""
+        """The error to raise if a collective fails, at its launch or later."""
         if self.problem is None and self.job is not None:
             self.problem = self.job.told(math.inf)
         if self.problem is not None:
@@ -219,7 +223,7 @@ class Whereabouts:
 
 
 class _Backward:
-    """A backward pass. Autograd calls it when the pass is over, and lets go of it too if an error ends the pass."""
+    """A callback that autograd runs at the end of a backward pass, or releases without a call if an error ends the pass."""
 
     def __init__(self, whereabouts: Whereabouts) -> None:
         self.whereabouts, self.task = whereabouts, whereabouts.back
@@ -233,12 +237,12 @@ class _Backward:
 
 
 def _failed_at(error: BaseException) -> str:
-    """The operator, with its module, in whose node of a graph an error arose; empty if in none."""
+    """The operator, with its module, of the graph node in which an error arose; empty if there is none."""
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        here = frame.f_locals.get("n")  # of an interpreter
-        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # of a graph as Python code
+        here = frame.f_locals.get("n")  # in an interpreter's frame
+        if frame.f_code.co_filename.startswith("<eval_with_key>"):  # in a frame of a graph's generated code
             line = linecache.getline(frame.f_code.co_filename, trace.tb_lineno, frame.f_globals).split(maxsplit=1)
             nodes = frame.f_locals["self"].graph.nodes
             here = next((node for node in nodes if line and node.name == line[0].rstrip(":")), None)

@@ -1,10 +1,10 @@
-"""Worlds: who takes part in a collective.
+"""Worlds: the devices of a mesh that a process hosts, and their collectives.
 
-A sharded graph is the same for every device; a *world* gives it its surroundings. `passes.world.process` is one process of
-a ``torch.distributed`` job. ``LocalWorld`` is every device of a mesh at once, in this process: its collectives are local
-``stack`` and ``sum``. Both offer the same four primitives over the devices that they host (one, or all), each of which
-returns a ``Pending`` at once. ``run`` executes reshard steps on them, padding uneven chunks so that every message has one
-size; ``launch`` leaves the last step under way.
+A sharded graph is the same for every device; a *world* provides what depends on the device. `passes.world.process` is one
+process of a ``torch.distributed`` job. ``LocalWorld`` hosts all devices of a mesh in one process: its collectives are local
+``stack`` and ``sum``. Both implement the same four primitives over the devices that they host (one, or all), each of which
+returns a ``Pending`` at once. ``run`` executes reshard steps with these primitives, and pads uneven chunks so that all
+messages of a group have the same size; ``launch`` does not wait for the last step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from passes.world.whereabouts import Whereabouts
 
 __all__ = ["LOCAL", "LocalWorld", "Salt", "World", "groups", "reduced"]
 
-#: Which operator draws: its number among those of a program, then its chunk's coordinates on the virtual axes, if any.
+#: Identifies a random operator: its number within a program, then its chunk's coordinates on the virtual axes, if any.
 Salt = Sequence[int]
 
-_MOST = 4096  # devices of a `LocalWorld`
+_MOST = 4096  # the largest number of devices of a `LocalWorld`
 
 
 def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -48,15 +48,16 @@ def _padded(tensor: Tensor, dim: int, length: int) -> Tensor:
 
 
 def _within(ids: Tensor, outside: Tensor, message: str) -> Tensor:
-    if outside.is_cuda:  # as torch's own lookups: the CPU does not wait for the device to find out
+    if outside.is_cuda:  # asynchronous, as in torch's own lookups: the CPU does not wait for the device
         torch.ops.aten._assert_async.msg(outside == 0, message)
     elif outside:
         raise IndexError(message)
     return ids
 
 
-#: What every device does in the same way: zeros at the end of a dim, up to a length; the inverse; a tensor in a memory
-#: format that leaves no doubt (`passes.layouts.layout.in_one_format`); checked indices (`passes.world.ops.within`).
+#: Functions of a part that are the same on all devices: ``pad`` appends zeros to a dim up to a length, ``crop`` is the
+#: inverse, ``in_one_format`` makes the memory format unambiguous (`passes.layouts.layout.in_one_format`), and ``within``
+#: checks indices (`passes.world.ops.within`).
 LOCAL: Mapping[str, Callable[..., Tensor]] = {
     "pad": _padded,
     "crop": lambda tensor, dim, length: tensor.narrow(dim, 0, length).contiguous(),
@@ -66,15 +67,15 @@ LOCAL: Mapping[str, Callable[..., Tensor]] = {
 
 
 class World(nn.Module):
-    """The mesh as a graph sees it.
+    """The devices of a mesh that this process hosts, and the collectives between the devices of the mesh.
 
     Args:
-        mesh_shape: sizes of its axes.
-        hosted: the coordinates of the devices that live in this process.
+        mesh_shape: sizes of the mesh axes.
+        hosted: the coordinates of the hosted devices.
 
     Attributes:
-        places: the chunks of every device, as coordinates on the virtual axes; here there is one, and no such axis.
-        count: how many devices are hosted, each of which has all of these chunks.
+        places: the coordinates of each chunk on the virtual axes (`passes.world.chunked`); without such axes, ``[()]``.
+        count: the number of hosted devices, each of which has all these chunks.
     """
 
     places: Sequence[tuple[int, ...]]
@@ -88,14 +89,14 @@ class World(nn.Module):
         self.seeds, self.whereabouts = Seeds(), Whereabouts()
 
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Gets ready for collectives over these sets of axes."""
+        """Prepares for collectives over these sets of axes."""
 
     def next_seed(self, draws: Sequence[Draw | None]) -> Any:
-        """The seed of a pass that begins; see `passes.world.seeds.Seeds.next`."""
+        """The seed of a pass; see `passes.world.seeds.Seeds.next`."""
         return self.seeds.next(draws, self.of_first)
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """The first process's tensor, on the CPU, of those that all processes pass."""
+        """The first process's CPU tensor. All processes must call this, with tensors of the same shape."""
         return tensor
 
     @abstractmethod
@@ -103,20 +104,20 @@ class World(nn.Module):
         """Every device of the group gets the sum (or ``max``) of the group's tensors."""
 
     def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
-        """``all_reduce`` that may leave its results where the tensors were, which nobody else reads."""
+        """``all_reduce`` that may overwrite ``parts`` with the results; the caller must not read them again."""
         return self.all_reduce(parts, axes, op)
 
     @abstractmethod
     def all_gather(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """Every device gets the group's tensors, stacked in a new dim 0: memory of its own, of which views are given."""
+        """Every device gets the group's tensors, stacked in a new dim 0; the result may be a view of new memory."""
 
     @abstractmethod
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """Device i of the group gets the sum of everybody's ``part[i]``."""
+        """Device i of the group gets the sum of ``part[i]`` over the group."""
 
     @abstractmethod
     def all_to_all(self, parts: Sequence[Tensor], axis: int) -> Pending:
-        """Device i of the group gets everybody's ``part[i]``, stacked in dim 0."""
+        """Device i of the group gets ``part[i]`` of all devices of the group, stacked in dim 0."""
 
     def extra_repr(self) -> str:
         """The mesh's shape and the number of hosted devices."""
@@ -126,23 +127,23 @@ class World(nn.Module):
         """Executes reshard steps on the hosted devices' parts of one tensor.
 
         Args:
-            steps: to execute.
-            parts: of the devices, chunk by chunk.
-            values: per chunk, the number of the value that it has, where several have one: what is the same for them moves
-                once. Devices must agree on that, so the graph decides: the tensors themselves may be one object on a
-                device whose part is not padded, and several on another.
+            steps: the steps, in order.
+            parts: the parts of the hosted devices, chunk by chunk.
+            values: for each chunk, the number of its value; chunks with equal numbers share one collective. By default,
+                all differ. Devices must agree on this, so the graph states it: chunks with equal values may be one tensor
+                on a device whose part is not padded, and several on another.
         """
         return self.launch(steps, parts, values).wait()
 
     def launch(self, steps: Iterable[Step], parts: Sequence[Tensor], values: Sequence[int] | None = None) -> Pending:
-        """``run`` that does not wait for the last step."""
+        """``run`` without waiting for the last step."""
         pending = Pending(parts)
         for step in steps:
             pending = getattr(self, f"_{step.kind}")(step, pending.wait())
         return pending
 
     def offset(self, size: int, axes: Sequence[int], like: Any = None) -> list[Any]:
-        """Where each hosted device's contiguous part of a dim of ``size``, split by ``axes``, begins."""
+        """The first index of each hosted device's contiguous part of a dim of ``size`` that ``axes`` split."""
         starts = []
         for at in self.hosted:
             start, length = 0, size
@@ -154,31 +155,31 @@ class World(nn.Module):
         return starts
 
     def own(self, tensor: Tensor, step: Step, index: int) -> Tensor:
-        """A copy of the part of ``tensor`` that a slicing step leaves a hosted device; a view would keep all of it."""
+        """A copy of a hosted device's part of ``tensor`` after a ``slice``; a view would keep the whole tensor alive."""
         (axis,) = step.axes
         part = take_block(tensor, step.dim, step.blocks, self.mesh_shape[axis], self.hosted[index][axis])
         return part.clone(memory_format=torch.contiguous_format)
 
     def masked(self, tensor: Tensor, axes: Sequence[int], index: int) -> Tensor:
-        """``tensor`` where a hosted device comes first along the axes, else zeros."""
+        """``tensor`` on a hosted device whose coordinates on the axes are all 0, zeros on others."""
         return tensor if all(self.hosted[index][axis] == 0 for axis in axes) else torch.zeros_like(tensor)
 
     def local(self, name: str, tensor: Tensor, *args: Any) -> Tensor:
-        """What every device does to its part in the same way: the function of `LOCAL` of that name."""
+        """Applies the function of `LOCAL` with this name to one device's part."""
         return LOCAL[name](tensor, *args)
 
     def seeded(
         self, seed: Any, salt: Salt, axes: Sequence[int], index: int, function: Callable, args: Any, kwargs: Any
     ) -> Any:
-        """A random operator on a hosted device; see `passes.world.ops.seeded`."""
-        # A scheduled pass draws this way, whatever the kernel does; and so it is as one device draws.
+        """Runs a random operator on a hosted device; see `passes.world.ops.seeded`."""
+        # Scheduled graphs draw by `DRAWN` instead of torch's kernels, so a repeated pass must too; a `Stream` is no seed.
         if function in DRAWN and (self.seeds.repeated is not None or isinstance(seed, Stream)):
             return DRAWN[function](functools.partial(self.draw, seed, salt, axes, index), *args, **kwargs)
         with self.generator(seed, salt, axes, index, tree_leaves((args, kwargs))):
             return function(*args, **kwargs)
 
     def draw(self, seed: Any, salt: Salt, axes: Sequence[int], index: int, like: Tensor, method: str, *by: float) -> Tensor:
-        """Random numbers on a hosted device, by a tensor's method; see `passes.overlap.primitives.draw`."""
+        """Random numbers on a hosted device, from a tensor's method; see `passes.overlap.primitives.draw`."""
         if isinstance(seed, Stream):
             return seed.part(salt[0], (*self.hosted[index], *salt[1:]))
         with self.generator(seed, salt, axes, index, [like]):
@@ -186,7 +187,7 @@ class World(nn.Module):
 
     @contextmanager
     def generator(self, seed: int, salt: Salt, axes: Sequence[int], index: int, near: Iterable[Any]) -> Iterator[None]:
-        """Seeds torch's generators, of the CPU and of the devices of the tensors ``near``, for one operator."""
+        """Context of one operator: seeds torch's generators of the CPU and of the GPUs of the tensors ``near``."""
         devices = {t.device for t in near if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(devices)):
             mixed = seed
@@ -227,7 +228,7 @@ class World(nn.Module):
             return pending.then(lambda gathered: [_join_dim(part, step.dim, step.blocks) for part in gathered])
         outer_ways = [self.mesh_shape[a] for a in step.outer]
         totals = [extent(step.size, outer_ways, [at[a] for a in step.outer]) for at in self.hosted]
-        # every group has its own total, and every message of one group one length
+        # totals differ between groups, but all messages of one group must have the same length
         equal = [self.local("pad", part, step.dim, even_chunk(n, ways)) for part, n in zip(parts, totals, strict=True)]
 
         def finish(gathered: list[Tensor]) -> list[Tensor]:
@@ -260,7 +261,7 @@ def _join_blocks(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
-    """(ways, .., dim, ..) -> (.., dim, ..): the inverse of splitting every one of ``blocks`` blocks of ``dim``."""
+    """(ways, .., dim, ..) -> (.., dim, ..): the inverse of splitting each of ``blocks`` blocks of ``dim``."""
     if blocks == 1 and dim == 0:
         return stacked.flatten(0, 1)
     parts = stacked.unbind(0)
@@ -270,7 +271,11 @@ def _join_dim(stacked: Tensor, dim: int, blocks: int) -> Tensor:
 
 
 class LocalWorld(World):
-    """Every device of a mesh, in this one process. As elsewhere, what arrives is contiguous, however it was sent."""
+    """All devices of a mesh in one process. As in other worlds, results of collectives are contiguous for any operands.
+
+    Raises:
+        AutotpError: the mesh has more than 4,096 devices.
+    """
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         devices = math.prod(mesh_shape)
@@ -283,7 +288,7 @@ class LocalWorld(World):
         return self._among(parts, axes, lambda stacked: [reduced(stacked, op)] * len(stacked))
 
     def all_reduce_(self, parts: Sequence[Tensor], axes: tuple[int, ...], op: str = "sum") -> Pending:
-        """See ``World.all_reduce_``; it writes at once, so that who reads too late is found out."""
+        """See ``World.all_reduce_``. Overwrites ``parts`` at once, so that later reads of them are detected."""
         for part, value in zip(parts, self.all_reduce(parts, axes, op).wait(), strict=True):
             part.copy_(value)
         return Pending(parts)
@@ -301,7 +306,7 @@ class LocalWorld(World):
         return self._among(parts, (axis,), lambda stacked: stacked.transpose(0, 1))
 
     def _among(self, parts: Sequence[Tensor], axes: Sequence[int], share: Callable[[Tensor], Iterable[Tensor]]) -> Pending:
-        """For every group, what each of its devices gets of all their tensors, as memory of its own."""
+        """Applies ``share`` to the stacked tensors of each group, and gives each device a copy of its result."""
         result = list(parts)
         for group in groups(self.hosted, axes):
             stacked = torch.stack([parts[i].contiguous() for i in group])
@@ -311,7 +316,7 @@ class LocalWorld(World):
 
 
 def groups(places: Iterable[Sequence[int]], axes: Sequence[int]) -> list[list[int]]:
-    """The numbers of the places that differ along some axes alone, group by group."""
+    """Groups of the indices of places that differ only along ``axes``."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, at in enumerate(places):
         found.setdefault(tuple(c for axis, c in enumerate(at) if axis not in axes), []).append(number)
@@ -319,5 +324,5 @@ def groups(places: Iterable[Sequence[int]], axes: Sequence[int]) -> list[list[in
 
 
 def reduced(stacked: Tensor, op: str = "sum") -> Tensor:
-    """The sum (or ``max``) over dim 0, of the same dtype: torch's own sum of narrow integers is wider."""
+    """The sum (or ``max``) over dim 0, in the tensor's dtype: torch's own sum widens narrow integers."""
     return stacked.sum(0, dtype=stacked.dtype) if op == "sum" else stacked.amax(0)
