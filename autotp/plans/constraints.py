@@ -34,6 +34,7 @@ from passes.rules.factors import Operator
 from passes.rules.shapes import operands_of
 from passes.rules.table import name_of
 from passes.strategies.space import Space
+from passes.strategies.strategy import LINEAR_PREFIX
 
 __all__ = ["Constraint", "Requirement", "minimal", "parse", "requirements"]
 
@@ -201,6 +202,8 @@ def _matches(
 
 def _serves(operator: Operator, terms: Sequence[Term]) -> bool:
     names = {name for f in operator.factors.values() for name in (f.name, f.base, f.kind)} | {"-"}
+    if operator.rule is not None and operator.sums:
+        names |= {f"{LINEAR_PREFIX}{i}" for i in range(len(operator.rule.linear))}
     return all(term.what in names for term in terms)
 
 

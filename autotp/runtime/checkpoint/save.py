@@ -49,8 +49,8 @@ def save_pretrained(
     Every rank must pass the same module and ``max_shard_size``. Tensors are gathered one at a time. Rank 0 holds those of
     one file at a time, and writes ``model.safetensors``, or several files and ``model.safetensors.index.json``. A tied
     parameter is written once, by its first name. Existing weights in the directory are replaced once all files are written;
-    if writing fails, they stay unchanged. If the process is killed while it replaces them, the directory has no index, and
-    loading it fails.
+    if writing fails, they stay unchanged. If the process is killed while it replaces them, the directory has no index:
+    loading it fails, or reads the old weights if these are in one file.
 
     Args:
         parallel: what ``autotp.parallelize`` returned.
@@ -190,7 +190,15 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
     before = Path(tempfile.mkdtemp(dir=target, prefix=_STAGING))
     if made and made[-1].name == last:
         places[-1][1].unlink(missing_ok=True)
+
+    def discard() -> None:
+        for file in sorted(target.iterdir()):
+            if replaced is not None and replaced.fullmatch(file.name) and file.name not in {each.name for each in made}:
+                file.unlink()
+
     for file, place in places:
+        if file.name == last:
+            discard()  # without an index, an old single file would be loaded
         if file.is_dir():
             if place.is_dir():
                 place.rename(before / place.name)
@@ -201,6 +209,4 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
         move_atomically(file, place)
     for left in target.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    for file in sorted(target.iterdir()):
-        if replaced is not None and replaced.fullmatch(file.name) and file.name not in {each.name for each in made}:
-            file.unlink()
+    discard()

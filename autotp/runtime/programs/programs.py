@@ -42,7 +42,7 @@ from passes.world.world import World
 
 __all__ = ["MOST", "Programs"]
 
-_log = logging.getLogger("autotp.programs")
+_log = logging.getLogger("autotp.plan")
 
 #: Default maximum number of programs of a module.
 MOST = 16

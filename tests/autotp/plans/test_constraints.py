@@ -71,6 +71,17 @@ def test_one_layer_of_many_and_all_of_them():
     check_numbers(model, x, plan)
 
 
+def test_partial_sums_through_the_operators_of_a_module():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(16, 32, bias=False), Twice(), nn.Linear(32, 8)).double()
+    model, x, plan = planned("0=k@y", "1=+0@y", model=model)
+    assert [op.assignment[1] for op in operators(plan, "1")] == ["+0"]
+    check_numbers(model, x, plan)
+
+
 def test_operators_by_kind_and_node_inputs_and_outputs():
     model, x, plan = planned("layers.*.1:tanh=Shard(1)@x", "input:x=Shard(0)@y", "output:0=Shard(0)@y")
     tanhs = [op for op in plan.operators if "tanh" in op.target]

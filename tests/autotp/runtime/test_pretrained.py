@@ -365,6 +365,21 @@ def test_a_save_that_is_killed_while_it_replaces_files_leaves_none_that_load(par
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
+def test_an_old_single_file_is_not_loaded_in_the_place_of_new_ones(parallel, tmp_path, monkeypatch):
+    autotp.save_pretrained(parallel, tmp_path)
+
+    def killed(file, place):
+        if place.name == save.INDEX:
+            raise SystemExit
+        move_atomically(file, place)
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(save, "move_atomically", killed)
+        autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
+    with pytest.raises(autotp.AutotpError, match="has neither"):
+        autotp.load_pretrained(parallel, tmp_path)
+
+
 def test_nothing_is_replaced_where_one_file_cannot_be(parallel, tmp_path):
     autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

@@ -41,6 +41,15 @@ def _through_views(self: Any, y: torch.Tensor) -> Any:
     return y + other.t() * view.reshape(4, 8)
 
 
+def _windows(self: Any, y: torch.Tensor) -> Any:
+    """Kernels that scatter into windows that share memory write to all of them: a copy of these is not the same."""
+    copied, cast = y.unfold(1, 3, 2).clone(), y.unfold(1, 3, 2) + 0
+    copied[..., 2:] = 0.5
+    cast[..., 0].mul_(2)
+    cast.diagonal(0, 0, 2).neg_()
+    return copied.sin(), cast
+
+
 def _rotated(self: Any, y: torch.Tensor) -> Any:
     y = y * 2
     y.view(4, 2, 4).permute(1, 2, 0)[0].mul_(torch.arange(1.0, 5.0, dtype=y.dtype))
@@ -205,7 +214,7 @@ def _multiple(self: Any, y: torch.Tensor) -> Any:
 
 
 PROGRAMS = [
-    _add, _row, _through_views, _rotated, _dims_in_place, _masked, _buffer, _buffer_and_view, _no_grad,
+    _add, _row, _through_views, _windows, _rotated, _dims_in_place, _masked, _buffer, _buffer_and_view, _no_grad,
     _no_grad_through_views, _into_out, _detached, _autocast_off, _split, _views, _dropped, _multiple, _unseen,
     _unseen_through_views, _unseen_between_others, _renormed, _diagonals, _other_forms,
 ]  # fmt: skip
