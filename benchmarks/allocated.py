@@ -1,4 +1,4 @@
-"""The memory that a step allocates: live bytes of tensors, measured operator by operator."""
+"""Measures the memory that a step allocates: the live bytes of tensors, operator by operator."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Allocated(TorchDispatchMode):
     Existing tensors are counted after :meth:`add`.
 
     Attributes:
-        live: bytes of live tracked storages.
-        peak: the largest value of ``live`` since the last :meth:`reset`.
+        live: Bytes of live tracked storages.
+        peak: The largest value of ``live`` since the last :meth:`reset`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Allocated(TorchDispatchMode):
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def add(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage, once."""
+        """Tracks the storage of a tensor; repeated calls count it once."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
@@ -47,11 +47,11 @@ class Allocated(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def reset(self) -> None:
-        """Forgets the peak."""
+        """Resets the peak to the current value of ``live``."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and counts what it returns."""
+        """Runs an operator and tracks its results."""
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

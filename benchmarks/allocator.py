@@ -1,4 +1,4 @@
-"""The memory allocator of processes that compute on CPUs: one that keeps freed memory, as torch's own does on GPUs.
+"""Selects a CPU memory allocator that keeps freed memory, as torch's caching allocator does on GPUs.
 
 glibc's allocator may return large tensors to the system, or fragment its memory and request more. A step then randomly
 takes up to 1.5 times as long, with tens of thousands of page faults. On CPUs, torch recommends preloading jemalloc or
@@ -20,6 +20,6 @@ def allocator() -> str:
 
 
 def keeping_memory() -> dict[str, str]:
-    """Environment variables for a process that keeps its memory, as far as this machine has jemalloc (``libjemalloc2``)."""
+    """Environment variables for a process that keeps freed memory; empty without jemalloc (``libjemalloc2``)."""
     library = ctypes.util.find_library("jemalloc")
     return {"LD_PRELOAD": library, "MALLOC_CONF": _SETTINGS} if library else {}

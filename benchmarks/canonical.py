@@ -1,7 +1,7 @@
-"""The jobs that people train, planned: python -m benchmarks.canonical [--write] (minutes)
+"""Plans of canonical training jobs: python -m benchmarks.canonical [--write] (minutes)
 
-Every job is planned with AdamW and ``bf16-mixed`` over all meshes, in a process of its own, so that its peak memory is its
-own; jobs that fit no device are asked for too, and what is said of them is timed.
+Every job is planned with AdamW and ``bf16-mixed`` over all meshes, in its own process, so that peak memory is measured per
+job. Jobs that do not fit are included, and the time until the planner reports this is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.tables import command, machine, table
 from costmodel import Topology
 from passes.capture import capture
 
-#: name -> the class of its configuration in transformers, and the sizes; or the model that ran, with norms in one kernel.
+#: Name -> the config class of transformers and its arguments; or the architecture that ran, with norms of one kernel each.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]] | Architecture] = {
     "Llama-3-8B": (
         "LlamaConfig",
@@ -63,14 +63,14 @@ class Job:
     """A model to be trained on a machine.
 
     Args:
-        model: its name, and as what it is known in `MODELS`, unless ``sizes`` say.
-        devices, topology: the machine; a preset resized.
-        batch: sequences of a device.
-        sequence: tokens of a sequence.
-        recompute: as `autotp.plan` takes it.
-        known: what is published of the same job, and where.
-        fits: whether it is known to.
-        sizes: of a model that is not in `MODELS`: a Llama's configuration.
+        model: The name of the model, a key of `MODELS` unless ``sizes`` is given.
+        devices, topology: The machine: a preset topology, resized to this number of devices.
+        batch: The number of sequences per device.
+        sequence: The number of tokens per sequence.
+        recompute: As in `autotp.plan`.
+        known: Published figures of the same job, and their source.
+        fits: Whether the job is expected to fit in memory.
+        sizes: The arguments of ``LlamaConfig``, for a model that is not in `MODELS`.
     """
 
     model: str
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a device, in a step."""
+        """The number of tokens per device in a step."""
         return self.batch * self.sequence
 
 
@@ -106,7 +106,7 @@ JOBS: tuple[Job, ...] = (
 
 
 def model_of(job: Job) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The model on ``meta`` in float32, returning its loss, with the example tokens of all devices together."""
+    """The model on ``meta`` in float32, which returns its loss, and example tokens of the global batch."""
     known = ("LlamaConfig", job.sizes) if job.sizes else MODELS[job.model]
     with torch.device("meta"):
         tokens = torch.zeros(job.batch * job.devices, job.sequence, dtype=torch.long)
@@ -119,7 +119,7 @@ def model_of(job: Job) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def planned(job: Job) -> dict[str, Any]:
-    """Plans a job in this process: the seconds and bytes of planning, and what was found."""
+    """Plans a job in this process; returns figures of the plan or of the refusal, the seconds, and the peak memory."""
     model, args = model_of(job)
     begun = time.perf_counter()
     captured = capture(model, args, None, "bf16-mixed")
@@ -152,10 +152,10 @@ def _of(plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def alone(job: Job) -> dict[str, Any]:
-    """`planned` in a process of its own.
+    """Runs `planned` in its own process.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: The process failed.
     """
     given = [sys.executable, "-m", "benchmarks.canonical", "--case", json.dumps(asdict(job))]
     found: dict[str, Any] = json.loads(
@@ -165,7 +165,7 @@ def alone(job: Job) -> dict[str, Any]:
 
 
 def fits(job: Job, found: Mapping[str, Any]) -> list[str]:
-    """The row of a job that has a plan."""
+    """The table row of a job that has a plan."""
     kinds = ", ".join(found["kinds"][:_KINDS]) + (", …" if len(found["kinds"]) > _KINDS else "")
     return [
         *_called(job),
@@ -182,7 +182,7 @@ def fits(job: Job, found: Mapping[str, Any]) -> list[str]:
 
 
 def refused(job: Job, found: Mapping[str, Any]) -> list[str]:
-    """The row of a job that has none."""
+    """The table row of a job that has no plan."""
     bound = Topology.load(job.topology).device.memory
     needed = f"{found['needed'] / 1e9:.1f} of {bound / 1e9:.0f}"
     return [*_called(job), f"{found['seconds']:.1f}", f"{found['peak'] / 1e9:.2f}", needed]
@@ -197,7 +197,7 @@ def _called(job: Job) -> list[str]:
 
 
 def report(found: Sequence[tuple[Job, Mapping[str, Any]]]) -> str:
-    """The page."""
+    """The text of the page."""
     yes = [fits(job, one) for job, one in found if "step" in one]
     no = [refused(job, one) for job, one in found if "step" not in one]
     what = ["model", "devices", "batch of a device", "recompute", "planning s", "peak GB"]
@@ -230,7 +230,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def make(only: str, write: bool) -> str:
-    """Planning time, memory and the plans of the jobs that people train."""
+    """Plans canonical training jobs, and measures planning time and memory."""
     found = []
     for job in JOBS:
         if only in job.model:

@@ -1,19 +1,19 @@
-"""An emulated cluster on one Linux machine: network namespaces joined by rate-limited links, in which torchrun runs.
+"""An emulated cluster on one Linux machine: torchrun runs in network namespaces that are joined by rate-limited links.
 
     python -m benchmarks.cluster TOPOLOGY.toml [--timeout S] -- script.py arguments...
     python -m benchmarks.cluster --clean
 
-Every node of the topology is a network namespace, joined to the others by a bridge. Its uplink has the bandwidth of
-the outermost level, in each direction (token buckets at both ends of the link). Ranks of one node talk over their
-namespace's loopback interface, without a limit: an inner level's bandwidth is not emulated. With one level every
-device is a node, unless the level is named ``loopback`` or ``shared memory``: that is one node without limits.
+Every node of the topology is a network namespace, connected to the others by a bridge. Its uplink has the bandwidth of the
+outermost level, in each direction (token buckets at both ends of the link). Ranks of one node communicate over the loopback
+interface of their namespace, without a limit: the bandwidth of an inner level is not emulated. With one level, every device
+is a node, unless the level is named ``loopback`` or ``shared memory``, which makes one node without limits.
 
-Latencies are not emulated (that takes the kernel's netem, which many kernels do not have): a message costs what the
-machine's own network stack costs it. All nodes share the machine's cores: rates beyond a few Gbit/s in total are not
-reached, and with more ranks than cores a message may wait milliseconds for its receiver's turn. Collectives then begin
-and end at different times on different ranks, so time them from the first to begin to the last to end. A link that was
-idle sends its burst at once, 9 kB and a quarter of a millisecond's worth: a message arrives earlier than it should by
-that much. It takes root and Debian's package iproute2; with libjemalloc2, too, times are steadier (`benchmarks.allocator`).
+Latencies are not emulated (this requires the kernel's netem, which many kernels lack): a message has the latency of the
+machine's own network stack. All nodes share the machine's cores: rates beyond a few Gbit/s in total are not reached, and
+with more ranks than cores, a message may wait milliseconds until its receiver runs. Collectives then begin and end at
+different times on different ranks, so time them from the first start to the last end. An idle link sends its burst at once,
+9 kB and half a millisecond's worth: a message arrives too early by this much. Requires root and Debian's package
+iproute2; libjemalloc2 makes times more stable (`benchmarks.allocator`).
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ __all__ = ["Cluster", "ClusterError", "NodeError", "RunTimeout", "clean", "main"
 
 _SERIALS = itertools.count()
 _FIRST_PORT = 29500
-#: Characters; torchrun's own report takes some 2000 of them, after the script's.
+#: The number of characters of stderr to report; torchrun's own report, after the script's, has some 2000.
 _TAIL = 6000
-#: Seconds after the first failure in which further failures are reported too.
+#: Seconds to wait for further failures after the first one, so that all are reported.
 _GRACE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A running torchrun and the files that it writes to; None where it writes to this process's own."""
+    """A running torchrun and its output files; None if it writes to the stdout and stderr of this process."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -75,11 +75,11 @@ class _Node:
 
 
 class NodeError(ClusterError):
-    """What ran on a node failed.
+    """Raised if torchrun failed on a node.
 
     Attributes:
-        node: the number of the node that ended first.
-        returncode: torchrun's exit code there.
+        node: The number of the node that failed first.
+        returncode: The exit code of torchrun on this node.
     """
 
     def __init__(self, failed: Sequence[_Node]) -> None:
@@ -88,20 +88,20 @@ class NodeError(ClusterError):
 
 
 class RunTimeout(ClusterError):
-    """What ran did not end in time."""
+    """Raised if a run did not end in time."""
 
 
 class Cluster:
-    """An emulated cluster; a context manager that creates it, and removes it whatever happens inside.
+    """An emulated cluster; a context manager that creates it, and always removes it at the end.
 
-    SIGTERM and SIGHUP, where they are not handled otherwise, become SystemExit meanwhile, so that they clean up too.
+    Inside, SIGTERM and SIGHUP without another handler raise SystemExit, so that the cluster is removed.
 
     Attributes:
-        layout: its nodes, ranks and rate.
-        prefix: what the names of its namespaces begin with.
+        layout: Its nodes, ranks and rate.
+        prefix: The prefix of the names of its namespaces.
 
     Raises:
-        ClusterError: the topology cannot be emulated; on entry, this machine or user cannot make a cluster.
+        ClusterError: The topology cannot be emulated; on entry, this machine or user cannot create a cluster.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -128,7 +128,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kills what runs in the cluster and removes it; does nothing the second time."""
+        """Kills all processes in the cluster and removes it; further calls do nothing."""
         with undisturbed():
             try:
                 remove(namespaces(f"{self.prefix}-"))
@@ -138,10 +138,10 @@ class Cluster:
                     signal.signal(*self._handlers.popitem())
 
     def limit(self, rate: float) -> None:
-        """Gives every uplink another rate in bit/s, whatever runs meanwhile.
+        """Sets the rate of every uplink in bit/s, also during a run.
 
         Raises:
-            ClusterError: there are no uplinks, or the kernel refused.
+            ClusterError: There are no uplinks, or the kernel refused.
         """
         if self.layout.rate is None:
             raise ClusterError("one node has no uplink to limit")
@@ -152,20 +152,20 @@ class Cluster:
     def run(
         self, arguments: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float, show: bool = False
     ) -> list[str]:
-        """Runs a script by torchrun, on all nodes at once; ranks are numbered node by node.
+        """Runs a script by torchrun on all nodes; ranks are numbered node by node.
 
         Args:
-            arguments: the script and its arguments; torchrun's own options may come before.
-            env: environment variables in addition to those of this process.
-            timeout: seconds until everything is killed.
-            show: let node 0 write to this process's stdout and stderr, rather than keep what it writes.
+            arguments: The script and its arguments; options of torchrun may precede them.
+            env: Environment variables in addition to those of this process.
+            timeout: Seconds until all processes are killed.
+            show: Whether node 0 writes to this process's stdout and stderr; otherwise, its output is kept.
 
         Returns:
-            Each node's stdout; for node 0 nothing, where it was shown.
+            The stdout of each node; empty for node 0 if it was shown.
 
         Raises:
-            NodeError: a node failed; the others were killed.
-            RunTimeout: not all nodes were ready in time; all were killed.
+            NodeError: A node failed; the others were killed.
+            RunTimeout: Not all nodes ended in time; all were killed.
         """
         with ExitStack() as stack:
             nodes: list[_Node] = []
@@ -183,7 +183,7 @@ class Cluster:
                     stdin=subprocess.DEVNULL,
                     stdout=files[0],
                     stderr=files[1],
-                    # An interrupt typed at the terminal is for this process, which then stops the nodes.
+                    # Only this process receives an interrupt from the terminal; it then stops the nodes.
                     start_new_session=True,
                 )
                 nodes.append(_Node(number, process, *files))
@@ -191,7 +191,7 @@ class Cluster:
             return [_text(node.stdout) for node in nodes]
 
     def _pinned(self, number: int) -> list[str]:
-        """Pins a node to its own cores, as far as possible, so that nodes do not slow each other down."""
+        """The command prefix that pins a node to its own cores, if possible, so that nodes do not slow each other down."""
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // self.layout.nodes)
         first = number * share % len(cores)
@@ -202,7 +202,7 @@ class Cluster:
             "nnodes": self.layout.nodes,
             "nproc-per-node": self.layout.ranks,
             "node-rank": node,
-            # The dynamic kinds number the nodes in the order in which they arrive.
+            # Dynamic rendezvous backends number the nodes by their order of arrival.
             "rdzv-backend": "static",
             "master-addr": self.layout.address(0),
             "master-port": port,
@@ -210,7 +210,7 @@ class Cluster:
         return [sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in options.items())]
 
     def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        # No name resolution inside the namespaces: c10d would warn of every connection.
+        # Names cannot be resolved inside the namespaces, and c10d would warn at every connection.
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
         quiet |= keeping_memory()
         fixed = {"GLOO_SOCKET_IFNAME": self.layout.interface, "OMP_NUM_THREADS": "1"}
@@ -219,7 +219,7 @@ class Cluster:
     def _stop(self, nodes: Sequence[_Node]) -> None:
         with undisturbed():
             for node in nodes:
-                # One that has not entered its namespace yet is not among those that are killed by namespace.
+                # A process that has not entered its namespace yet would not be killed by namespace.
                 node.process.kill()
             for number in range(self.layout.nodes):
                 kill(f"{self.prefix}-{number}")
@@ -249,7 +249,7 @@ def _wait(nodes: Sequence[_Node], timeout: float) -> None:
         time.sleep(0.02)
     failed = [node for node in nodes if node.code]
     if failed:
-        # A lost connection makes other nodes fail too, and it is random which torchrun notices first: report all failures.
+        # A lost connection makes other nodes fail, too, in random order: report all failures.
         time.sleep(_GRACE)
         raise NodeError(failed + [node for node in nodes if node.code and node not in failed])
 
@@ -262,7 +262,7 @@ def _end(node: _Node) -> str:
 def _text(file: IO[bytes] | None) -> str:
     if file is None:
         return ""
-    # The file's offset is shared with the process that writes it: reading must not move it.
+    # The writing process shares the file's offset, which reading must not move.
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
@@ -279,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns node 0's exit code, 2 where no cluster can be made, 124 on time-out."""
+    """Runs the command; returns 0, the exit code of the node that failed, 2 if there is no cluster, 124 on a time-out."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     parser = _parser()

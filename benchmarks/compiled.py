@@ -19,14 +19,14 @@ from costmodel import Topology
 from passes.capture import capture
 
 MODELS = ("gpt", "unet", "llama")
-#: Of these, also with two processes.
+#: The models that are also measured with two processes.
 TOGETHER = ("gpt",)
 ROUNDS = 6
 PLAN, COMPILED = "plan", "compiled"
 
 
 def measure(model: str, processes: int) -> dict[str, float]:
-    """Seconds of a step by way; ``PLAN`` is the plan that `auto` makes for eager mode, ``COMPILED`` for a compiler."""
+    """Way -> seconds of a step. ``PLAN`` is the plan of `auto` for eager mode, and ``COMPILED`` that for compilation."""
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         (place / "plans").mkdir()
@@ -45,12 +45,12 @@ def measure(model: str, processes: int) -> dict[str, float]:
 
 
 def make() -> str:
-    """What compiling gains, and how far it is from torch.compile."""
+    """Compares compiled steps with eager ones and with torch.compile."""
     return report({model: measure(model, 1) for model in MODELS}, {model: measure(model, 2) for model in TOGETHER})
 
 
 def report(alone: Mapping[str, Mapping[str, float]], together: Mapping[str, Mapping[str, float]]) -> str:
-    """The document."""
+    """The text of the document."""
     rows = []
     for processes, found in ((1, alone), (2, together)):
         for model, times in found.items():

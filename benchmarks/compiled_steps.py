@@ -1,8 +1,8 @@
-"""Times plans, in eager mode or compiled as they say, under torchrun: -m benchmarks.compiled_steps MODEL PLANS_DIR OUT.json
+"""Times eager and compiled plans under torchrun: -m benchmarks.compiled_steps MODEL PLANS_DIR OUT.json
 
 A step is a forward and a backward pass over the same global batch; the ways take turns. With one process, the plain model
-takes its turns too, in eager mode and under ``torch.compile``. What counts is the first rank's time on a processor, which
-other load on the machine does not lengthen.
+takes turns, too, in eager mode and under ``torch.compile``. The time of a step is the CPU time of the first rank, which
+other load on the machine does not increase.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _computing(step: Callable[[], Any]) -> float:
-    """Seconds for which this process computes in a step."""
+    """Runs a step; returns the CPU seconds of this process."""
     dist.barrier()
     begin = time.process_time()
     step()

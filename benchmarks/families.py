@@ -1,4 +1,4 @@
-"""One captured model planned by every family, for the tables that compare them."""
+"""Plans one captured model by every family, for the tables that compare families."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["plans"]
 
 
 def plans(captured: Captured, topology: Topology, memory: float | None, mode: str = "train") -> dict[str, Plan | str]:
-    """The plan of every family, or in words why it has none.
+    """Family -> its plan, or a text that says why there is none.
 
-    A family on fewer axes than it needs to be what its name says (3D on 25 devices) has none.
+    A family has no plan if the number of devices does not allow the mesh axes that its name implies (3D on 25 devices).
     """
     found: dict[str, Plan | str] = {}
     for name in FAMILIES:

@@ -1,7 +1,7 @@
-"""Faults by place and kind under torchrun, and what becomes of the job: ``python -m benchmarks.faults --write``.
+"""Injects faults by place and kind into jobs under torchrun: ``python -m benchmarks.faults --write``.
 
-With ``--kills 10``, instead, ``examples/elastic.py`` is trained for 1,000 steps, in each 100 of which a rank is killed, and
-started again with other numbers of processes.
+With ``--kills 10``, instead trains ``examples/elastic.py`` for 1,000 steps, kills a rank once in every 100 steps, and
+restarts the job with another number of processes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PLACES = (
     "evaluation", "generation",
 )  # fmt: skip
 KINDS = ("exception", "memory", "kill", "stop", "exit")
-#: Seconds that a process group waits, and that a job may take; its steps.
+#: The timeout of process groups and the time limit of a job, in seconds, and the number of steps of a job.
 _TIMEOUT, _MOST, _STEPS = 10, 240, 3
-#: Steps in which a rank is killed once; how far losses may differ, relative.
+#: The number of steps per kill, and the allowed relative difference of losses.
 _EVERY, _EXACT = 100, 1e-9
 _KILLED = "With 4 and 2 processes in turn,"
 
 
 def main() -> None:
-    """Runs the cells."""
+    """Runs cells of the table or the kills, and writes the page; or runs one rank of a job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--only", nargs="*", default=[""], help="cells whose 'place kind' contains one of these")
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
-    """What a job does and says, one rank of which has a fault in its first life, and none in its second."""
+    """Runs a job, one rank of which has a fault in the first start; returns seconds, loss, message, and if restarted."""
     found: dict[str, Any] = {"seconds": None, "loss": "", "said": "", "restarted": False}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
@@ -109,7 +109,7 @@ def _run(processes: int, place: str, kind: str) -> dict[str, Any]:
 
 
 def _said(lines: Sequence[str]) -> str:
-    """The message of a job that says most: autotp's, of an error or in its log, or torch's, with the line it came from."""
+    """The most informative message of a job: an error or log line of autotp, else a torch error with its source line."""
     ours, theirs, at = list[str](), list[str](), dict[str, str]()
     noted = next((line.split(": ", 1)[1] for line in lines if "which decides for all ranks" in line), "")
     for line in lines:
@@ -124,12 +124,12 @@ def _said(lines: Sequence[str]) -> str:
 
 
 def _names(said: str) -> bool:
-    """Whether a message names a rank, and what it was doing."""
+    """Whether a message names a rank and what the rank was doing."""
     return bool(re.search(r"rank \d.*( failed| for | in \w+ \()", said, re.DOTALL))
 
 
 def _survive(kills: int) -> str:
-    """Trains through kills, with 4 and 2 processes in turn, and compares every step with a run that has none."""
+    """Trains through kills, alternating between 4 and 2 processes; compares every step with a run without kills."""
     numbers = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         losses: dict[int, float] = {}
@@ -151,7 +151,7 @@ def _survive(kills: int) -> str:
 
 
 def _elastic(folder: Path, processes: int, steps: int, kill: int | None) -> dict[int, float]:
-    """The losses that a start of the example prints, whose last rank may be killed before a step."""
+    """Starts the example, whose last rank may be killed before a step; returns step -> loss, as printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += ["examples/elastic.py", str(folder), "--steps", str(steps)]
     command += [] if kill is None else ["--kill-at", str(kill)]
@@ -170,14 +170,14 @@ def _alive(pid: int) -> bool:
 
 
 class _Worker:
-    """A rank of a job: it trains, saves, loads and evaluates, and goes on where an earlier life has saved."""
+    """A rank of a job: it trains, saves, loads and evaluates, and resumes from the last checkpoint after a restart."""
 
     def __init__(self, place: str, kind: str, folder: str) -> None:
         self.place, self.kind, self.folder, self.now, self.step = place, kind, Path(folder), "", 0
 
     def at(self, place: str) -> None:
-        """Has the fault, if it is to be here: in the second step, when there is a checkpoint, or before all steps."""
-        victim = 0 if place == "planning" else int(os.environ["WORLD_SIZE"]) - 1  # which rank 0 does, for all
+        """Triggers the fault at its place and rank: in the second step, after a checkpoint, or before all steps."""
+        victim = 0 if place == "planning" else int(os.environ["WORLD_SIZE"]) - 1  # rank 0 plans for all ranks
         early = place in ("capture", "planning", "building", "compile")
         if place != self.place or int(os.environ["RANK"]) != victim or not (early or self.step == 1):
             return
@@ -195,7 +195,7 @@ class _Worker:
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.kind])
 
     def before(self, place: str, owner: Any, name: str) -> None:
-        """Puts the fault before a function: at a place, or at the one where the worker is then."""
+        """Wraps a function to trigger the fault before it, for ``place`` or, if empty, for the worker's current place."""
         function = getattr(owner, name)
 
         @functools.wraps(function)
@@ -206,7 +206,7 @@ class _Worker:
         setattr(owner, name, call)
 
     def run(self) -> None:
-        """Trains."""
+        """Trains for all steps, and prints the markers that `_run` reads."""
         import torch
         import torch.distributed as dist
         import torch.distributed.checkpoint as dcp
@@ -216,8 +216,8 @@ class _Worker:
         from benchmarks.workflows.side import Net, batch
         from passes.world.process import ProcessWorld
 
-        print(f"BEGINS {os.getpid()}\n", end="", flush=True)  # one write: the ranks share a pipe
-        patience = 6 * _TIMEOUT if self.place == "compile" else _TIMEOUT  # Inductor takes its time
+        print(f"BEGINS {os.getpid()}\n", end="", flush=True)  # a single write: the ranks share a pipe
+        patience = 6 * _TIMEOUT if self.place == "compile" else _TIMEOUT  # Inductor is slow
         dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
         entry = sys.modules["autotp.runtime.parallelize"]
         for place, name in (("capture", "capture"), ("planning", "plan_captured"), ("building", "apply")):
@@ -266,7 +266,7 @@ class _Worker:
         dist.destroy_process_group()
 
     def generate(self, shape: tuple[int, ...]) -> None:
-        """Tokens of a small Llama, whose decoding steps have the fault."""
+        """Generates tokens with a small Llama; the fault may occur in its decoding steps."""
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -288,7 +288,7 @@ _ROW = re.compile(r"^\| (\w+) \| (\w+) \| .*\|$")
 
 
 def _written() -> dict[tuple[int, str, str], str]:
-    """The rows of the page as it is."""
+    """The rows of the existing page."""
     rows, processes = {}, 0
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if heading := re.match(r"## (\d+) processes", line):
@@ -299,7 +299,7 @@ def _written() -> dict[tuple[int, str, str], str]:
 
 
 def _survived() -> str:
-    """What the page says of kills."""
+    """The line on kills of the existing page, or an empty text."""
     lines = PAGE.read_text().splitlines() if PAGE.exists() else ()
     return next((line for line in lines if line.startswith(_KILLED)), "")
 
@@ -308,22 +308,23 @@ def _page(rows: dict[tuple[int, str, str], str], survived: str) -> str:
     lines = [
         "# Faults",
         "",
-        "`python -m benchmarks.faults --write` starts a job for every row, under torchrun with `--max-restarts 1` and",
-        f"a process group whose timeout is {_TIMEOUT} s ({6 * _TIMEOUT} where it compiles), and lets",
-        "its last rank (in planning, rank 0) have a fault in",
-        "the second step, or before all steps. *Gone* is the number of seconds from the fault until all processes of",
-        "the first start are gone, measured on a busy machine of two cores: an upper bound. torchrun waits for 30 of",
-        "them before it kills a stopped process. Then the restarted job loads the last checkpoint and goes on; its",
-        "last loss is compared with an undisturbed job's, to 12 digits. The message is the last error that a rank of",
-        "the first start ended with, or logged while it waited, of those that name a rank and a place, if any does.",
-        "`memory` asks for more memory than there is. Errors of the optimizer's place, `load` and `save` are the",
-        "script's own and torch's: they are shown with the line of the script that their traceback names. In *did",
-        "without*, nothing ended: without a compiler, ranks run the graph as it is. No message: torchrun, which says which",
-        "rank was killed, ended the others while they computed, before they heard of it. `--only` runs some of the cells,",
-        "and leaves the others as they are.",
+        "`python -m benchmarks.faults --write` starts a job for every row, under torchrun with `--max-restarts 1` and a",
+        f"process group with a timeout of {_TIMEOUT} s ({6 * _TIMEOUT} s where it compiles). A fault is injected"
+        " into the job's last rank (in",
+        "planning, into rank 0), in the second step or before all steps. *Gone* is the number of seconds from the fault",
+        "until all processes of the first start have ended, measured on a busy machine with two cores: an upper bound.",
+        "torchrun waits 30 s of these before it kills a stopped process. The restarted job then loads the last checkpoint",
+        "and continues (*goes on*); its last loss is compared with that of an undisturbed job, to 12 digits. The message",
+        "is the first error that a rank of the first start raised, or logged while it waited, of those that name a rank",
+        "and a place, if any does. `memory` requests more memory than there is. Errors in `optimizer`, `load` and `save`",
+        "are raised by the script itself and by torch: they are shown with the line of the script that their traceback",
+        "names. *Did without* means that no process ended: without a compiler, ranks run the graph as it is. *No message*",
+        "means that torchrun, which reports the killed rank, ended the others while they computed, before they noticed.",
+        "`--only` runs some of the cells, and keeps the others.",
         "",
         "`python -m benchmarks.faults --write --kills 10` trains `examples/elastic.py` instead, kills its last rank once",
-        f"in every {_EVERY} steps, starts it again, and compares the loss of every step with a run of one process:",
+        f"in every {_EVERY} steps, restarts the job, and compares the loss of every step with that of a run in one"
+        " process:",
         "",
         survived or "not run yet.",
     ]

@@ -1,8 +1,8 @@
-"""Memory against speed: python -m benchmarks.frontier [--write] (an hour)
+"""Step time by memory limit: python -m benchmarks.frontier [--write] (an hour)
 
-`autotp calibrate` measures the machine first. For every model and number of processes, plans are made for ever less memory,
-from what the fastest plan that recomputes nothing holds down to a quarter of it, or to the least that there is a plan for.
-Some of them are run and measured, beside torch's own ways of recomputing, taking turns.
+`autotp calibrate` measures the machine first. For every model and number of processes, plans are made under decreasing
+memory limits, from the memory of the fastest plan without recomputation down to a quarter of it, or to the least memory
+that any plan needs. Some of them are run and measured, in turns with torch's own ways of recomputation.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ MODELS = {
     "unet-wide": "`unet-wide` is a U-Net of width 64 with 8 images of 64 × 64.",
 }
 PROCESSES = (1, 2)
-#: Of what a plan without recomputation holds.
+#: Memory limits, relative to the memory of the fastest plan without recomputation.
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 MEASURED = 4
-_SAME = 1.005  # bytes that are as good as equal
+_SAME = 1.005  # relative difference of memory that is ignored
 PICTURE = "images/frontier.svg"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan for a bound: its name if it is measured, the share of what no recomputation needs, and the figures."""
+    """A plan under a memory limit.
+
+    ``name`` is empty if the plan is not measured; ``share`` is the limit relative to the memory of the fastest plan
+    without recomputation.
+    """
 
     name: str
     share: float
@@ -56,7 +60,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """What was planned for a model on so many processes, and measured: way -> bytes, seconds."""
+    """The plans of a model for a number of processes, the least memory that any needs (bytes), and the measurements.
+
+    ``measured`` maps ways, including the names of plans, to (bytes, seconds).
+    """
 
     model: str
     processes: int
@@ -68,7 +75,7 @@ class Frontier:
 def planned(
     captured: Captured, topology: Topology, shares: Sequence[float] = SHARES
 ) -> tuple[list[tuple[float, autotp.Plan]], float]:
-    """A plan for every share that has one, with the share; and the bytes of the one that needs least."""
+    """(share, plan) for every share for which there is a plan, and the least memory that any plan needs, in bytes."""
 
     def plan(**options: Any) -> autotp.Plan:
         return plan_captured(captured, topology, Options("auto", optimizer="sgd", **options))
@@ -87,7 +94,7 @@ def planned(
 
 
 def some(plans: Sequence[tuple[float, autotp.Plan]], count: int = MEASURED) -> list[Point]:
-    """All plans; so many of those that differ have a name: the first, the last, and some between, evenly by memory."""
+    """Points for all plans. At most ``count`` distinct ones get a name: first, last, and some evenly between by memory."""
     distinct: dict[str, int] = {}
     for place, (_, plan) in enumerate(plans):
         distinct.setdefault(plan.hash, place)
@@ -100,7 +107,7 @@ def some(plans: Sequence[tuple[float, autotp.Plan]], count: int = MEASURED) -> l
 
 
 def calibrated(processes: int, *options: str) -> Topology:
-    """This machine with so many processes, two or more, as it is measured now."""
+    """The topology of this machine with this number of processes (at least two), calibrated now."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "machine.toml"
         torchrun(processes, "autotp", "calibrate", "--output", str(file), *options)
@@ -108,7 +115,7 @@ def calibrated(processes: int, *options: str) -> Topology:
 
 
 def measure(model: str, topology: Topology, processes: int, rounds: int, shares: Sequence[float] = SHARES) -> Frontier:
-    """Plans and measures one model on so many processes of the machine."""
+    """Plans and measures one model with this number of processes."""
     with tempfile.TemporaryDirectory() as scratch:
         plans, out = Path(scratch) / "plans", Path(scratch) / "out.json"
         module, args = trained(model)
@@ -124,10 +131,10 @@ def measure(model: str, topology: Topology, processes: int, rounds: int, shares:
 
 
 def torchrun(processes: int, module: str, *arguments: str) -> None:
-    """Runs a module on so many processes of this machine.
+    """Runs a module under torchrun with this number of processes on this machine.
 
     Raises:
-        CalledProcessError: it failed.
+        CalledProcessError: The job failed; its output was written to stderr.
     """
     given = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", module]
     variables = {**os.environ, **keeping_memory(), "OMP_NUM_THREADS": "1"}
@@ -138,7 +145,7 @@ def torchrun(processes: int, module: str, *arguments: str) -> None:
 
 
 def behind(frontier: Frontier) -> list[str]:
-    """Other ways that are faster than every measured plan which takes no more memory, or take less than all of them."""
+    """Lines on ways of torch that beat all measured plans with no more memory, or need less memory than all of them."""
     plans = [frontier.measured[point.name] for point in frontier.points if point.name]
     names, found = {point.name for point in frontier.points}, []
     for way, (size, seconds) in frontier.measured.items():
@@ -153,7 +160,7 @@ def behind(frontier: Frontier) -> list[str]:
 
 
 def drawn(frontiers: Sequence[Frontier]) -> str:
-    """An SVG: the predicted frontier as a line and what was measured as marks, for each model and number of processes."""
+    """An SVG with the predicted frontier as a line and measurements as marks, per model and number of processes."""
     with matplotlib.rc_context({"svg.hashsalt": "frontier", "font.size": 8}):
         figure = Figure(figsize=(8, 3.2 * -(-len(frontiers) // 2)), layout="constrained")
         panels: Any = figure.subplots(-(-len(frontiers) // 2), min(2, len(frontiers)), squeeze=False)
@@ -177,10 +184,10 @@ def drawn(frontiers: Sequence[Frontier]) -> str:
 
 
 def rows(frontier: Frontier) -> list[list[str]]:
-    """A row for every plan, and for every other way."""
+    """A table row for every distinct plan, and for every other way."""
     where = f"{frontier.model}, {frontier.processes}"
     found = []
-    distinct = {point.plan.hash: point for point in reversed(frontier.points)}  # by the most memory that it is the best for
+    distinct = {point.plan.hash: point for point in reversed(frontier.points)}  # the largest share of each plan
     for point in reversed(distinct.values()):
         size, seconds = frontier.measured.get(point.name, (0.0, 0.0))
         predicted, recomputed = point.plan.predicted, len(point.plan.recomputed)
@@ -203,7 +210,7 @@ def rows(frontier: Frontier) -> list[list[str]]:
 
 
 def report(frontiers: Sequence[Frontier]) -> tuple[str, dict[str, str]]:
-    """The page, and its picture."""
+    """The text of the page, and its picture."""
     lines = [f"- {one.model}, {one.processes}: {way}" for one in frontiers for way in behind(one)]
     said = "\n".join(lines) or "- none"
     models = "\n".join(said for name, said in MODELS.items() if any(one.model == name for one in frontiers))
@@ -239,7 +246,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def make(models: Sequence[str], processes: Sequence[int], rounds: int, write: bool) -> tuple[str, dict[str, str]]:
-    """Memory against speed for every model and number of processes."""
+    """Measures step time by memory limit for every model and number of processes."""
     topology = calibrated(max(2, *processes))
     found = []
     for model in models:

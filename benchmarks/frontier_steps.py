@@ -1,8 +1,8 @@
 """Times steps and measures their memory, under torchrun: -m benchmarks.frontier_steps MODEL PLANS_DIR OUT.json
 
-The ways of running one model over one global batch: as each plan says, as it is (data parallel, on several processes), with
-`torch.utils.checkpoint` around every block, and cut by AOTAutograd's partitioner under budgets of activations. They take
-turns. The memory of a step is the most bytes of live tensors, without workspaces.
+The ways of running one model on one global batch take turns: by each plan, unchanged (data-parallel on several processes),
+with `torch.utils.checkpoint` around every block, and partitioned by AOTAutograd under several activation memory budgets.
+The memory of a step is the peak of live tensors in bytes, without workspaces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
 def budget(share: float) -> str:
-    """The name of the way that keeps so much of the activations."""
+    """The name of the way with this activation memory budget."""
     return f"budget {share:g}"
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     for share in BUDGETS:
         with config.patch(activation_memory_budget=share):
             cut = aot_module(copy.deepcopy(model), nop, nop, partition_fn=min_cut_rematerialization_partition)
-            cut(*part).backward()  # traced, and cut, under the budget
+            cut(*part).backward()  # traces and partitions the graph while the budget is set
             ways[budget(share)] = _parallel(cut), part
     steps: dict[str, Callable[[], Any]] = {name: partial(step_of, each, given) for name, (each, given) in ways.items()}
     peaks = {name: peak(steps[name], each, given) for name, (each, given) in ways.items()}
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def peak(step: Callable[[], Any], model: nn.Module, args: Sequence[Tensor]) -> float:
-    """Most bytes that any process holds in a step after the first."""
+    """The peak of live tensors in the second step, in bytes: the maximum over all processes."""
     step()
     watch = Allocated()
     for tensor in (*model.parameters(), *model.buffers(), *args):

@@ -1,9 +1,9 @@
-"""One GPU, measured and predicted: python -m benchmarks.gpu [--write] [--minutes M] [--quick] [--report]
+"""Measured and predicted steps on one GPU: python -m benchmarks.gpu [--write] [--minutes M] [--quick] [--report]
 
 Calibrates the GPU, compares autotp with the plain model on it in float64, and times training steps of language models in
-eager mode, with torch.compile, and with autotp in either way, with and without recomputation. Everything runs in a process
-group of one rank, with NCCL. With --quick, small models and sizes; without a GPU too, which shows that the command works.
-What is measured is kept in a folder, from which --report makes the page without a GPU.
+eager mode, with torch.compile, and with autotp, eager and compiled, with and without recomputation. Everything runs in a
+process group of one rank, with NCCL. --quick uses small models and sizes; it also runs without a GPU, to test the command.
+Measurements are kept in a folder, from which --report makes the page without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURED = Path(__file__).parent / "measured" / "gpu"
 
 
 def calibrated(quick: bool, folder: Path) -> None:
-    """Lets ``autotp calibrate`` write a topology."""
+    """Runs ``autotp calibrate``, which writes the topology to the folder."""
     output = folder / "gpu.toml"
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "autotp"]
     words += ["calibrate", "--output", str(output), "--name", "calibrated", "--force"]
@@ -37,7 +37,7 @@ def calibrated(quick: bool, folder: Path) -> None:
 
 
 def figures(shipped: Topology, fitted: Topology) -> str:
-    """The two presets' devices side by side."""
+    """A table of the device figures of two topologies."""
     rows = []
     for dtype in fitted.device.flops:
         rate = shipped.device.flops.get(dtype)
@@ -61,7 +61,7 @@ def figures(shipped: Topology, fitted: Topology) -> str:
 
 
 def rows_of(found: Sequence[Step], settings: Sequence[Setting], topologies: Sequence[Topology]) -> list[list[str]]:
-    """A row for every step: measured, and predicted by every topology."""
+    """A row for every measured step, with the predictions of every topology."""
     rows = []
     for setting in settings:
         mine = [one for one in found if (one.title, one.recompute) == (setting.title, setting.recompute)]
@@ -90,7 +90,7 @@ def rows_of(found: Sequence[Step], settings: Sequence[Setting], topologies: Sequ
 
 
 def measure(out: Path, quick: bool, end: float) -> None:
-    """Fills a folder with what this machine shows; no step is begun after ``end``, by ``time.monotonic()``."""
+    """Writes the measurements of this machine to a folder; starts no step after ``end`` (of ``time.monotonic()``)."""
     gpu = torch.cuda.is_available()
     if not gpu and not quick:
         raise SystemExit("error: no GPU here; --quick runs small models on the CPU")
@@ -119,7 +119,7 @@ def make(
     minutes: float = 30.0,
     out: Path = MEASURED,
 ) -> str:
-    """One GPU: calibration, exactness, and training steps beside eager mode and torch.compile."""
+    """Measures one GPU: calibration, exactness, and training steps compared with eager mode and torch.compile."""
     if not report:
         measure(out, quick, time.monotonic() + 60 * minutes)
     what = json.loads((out / "machine.json").read_text())

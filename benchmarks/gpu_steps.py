@@ -1,4 +1,4 @@
-"""Training steps on one GPU by every way, and exactness there; see `benchmarks.gpu`."""
+"""Times training steps on one GPU in several ways, and measures exactness there; see `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from costmodel import Topology
 WARM_UP, TIMED = 3, 10
 FAMILIES = ("data", "zero3", "megatron-1d", "megatron-sp", "summa-2d", "tensor3d", "auto")
 EXACT = ("decoder", "unet")
-AUTO = "auto"  # the default: a compiled plan recomputes what stays inside kernels, as torch.compile does
+AUTO = "auto"  # the default: like torch.compile, a compiled plan recomputes values that stay inside kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained.
+    """A language model and its training options.
 
     Attributes:
-        title: the model's, in the table.
-        layers, width, heads, inner: of the model, and inside its MLP.
-        shared: heads of keys and values of a Llama; 0: a GPT-2.
-        sequences, tokens: of a batch.
-        vocabulary: how many tokens there are.
+        title: The name of the model in the table.
+        layers, width, heads, inner: The sizes of the model; ``inner`` is the width inside its MLP.
+        shared: The number of key-value heads of a Llama; 0 for a GPT-2.
+        sequences, tokens: The number of sequences in a batch, and of tokens in a sequence.
+        vocabulary: The size of the vocabulary.
         recompute: ``none`` or ``full``.
     """
 
@@ -62,7 +62,7 @@ _LLAMA = Setting("Llama 1.1B", 16, 2048, 32, 8192, 8, 8)
 _GPT = Setting("GPT-2 124M", 12, 768, 12, 3072, 0, 16)
 _LARGE = Setting("GPT-2 774M", 36, 1280, 20, 5120, 0, 8)
 _SMALL = Setting("Llama 0.2B", 12, 1024, 16, 2816, 4, 16)
-#: The most telling first, in case time is short.
+#: The most informative settings first, in case time runs out.
 SETTINGS = (_LLAMA, _GPT, replace(_LLAMA, recompute="full"), replace(_GPT, recompute="full"), _SMALL, _LARGE)
 QUICK = tuple(
     Setting(name, 2, 64, 4, 160, shared, 2, 64, 128, recompute)
@@ -73,15 +73,15 @@ QUICK = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A way to train a model, measured.
+    """The measurements of one way to train a model.
 
     Attributes:
-        title, recompute: of the setting.
-        way: the name of the way.
-        seconds: of a step: forward, backward, optimizer.
-        bytes: most that were allocated at once during steps.
-        ready: seconds from the model to the end of the first step.
-        host: seconds of a step until all of it is launched, where they were measured.
+        title, recompute: See :class:`Setting`.
+        way: The name of the way.
+        seconds: The time of a step: forward, backward, optimizer.
+        bytes: The peak of allocated memory during the timed steps; 0 without a GPU.
+        ready: Seconds to prepare the model and run the first step.
+        host: Seconds until all kernels of a step are launched; None if not measured.
     """
 
     title: str
@@ -94,7 +94,7 @@ class Step:
 
 
 def language_model(of: Setting) -> tuple[nn.Module, torch.Tensor]:
-    """A model that returns its loss, in bfloat16, and a batch."""
+    """A model in bfloat16 that returns its loss, and a batch of tokens."""
     if of.shared:
         config: Any = transformers.LlamaConfig(
             num_hidden_layers=of.layers, hidden_size=of.width, intermediate_size=of.inner, num_attention_heads=of.heads,
@@ -114,7 +114,7 @@ def language_model(of: Setting) -> tuple[nn.Module, torch.Tensor]:
 
 
 def measured(make: Callable[[], nn.Module], batch: torch.Tensor) -> tuple[float, int, float, float]:
-    """Seconds and bytes of steps of the only model that is on the device, seconds to make it, and the host's of a step."""
+    """Makes a model and times its steps; returns ``seconds``, ``bytes``, ``ready`` and ``host`` of a :class:`Step`."""
     gpu = batch.is_cuda
     begin = time.monotonic()
     model = make()
@@ -143,7 +143,7 @@ def measured(make: Callable[[], nn.Module], batch: torch.Tensor) -> tuple[float,
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """Nothing is left on the device afterwards."""
+    """Frees compiled code, garbage and cached device memory at the end of the block."""
     try:
         yield
     finally:
@@ -155,7 +155,7 @@ def freed() -> Iterator[None]:
 def ways(
     model: nn.Module, batch: torch.Tensor, topology: Topology, recompute: str
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """(name, what makes the model on the device) of each way to train."""
+    """Yields (name, factory of the model on the device) for each way to train."""
 
     def plain(compile: bool) -> nn.Module:
         made: Any = copy.deepcopy(model).to(batch.device)
@@ -177,7 +177,7 @@ def ways(
 
 
 def exactness(names: Sequence[str], device: torch.device) -> list[list[str]]:
-    """The largest relative error of three AdamW steps in float64 with NCCL, and of simulated ranks by family."""
+    """Rows with the largest relative errors in float64: three AdamW steps with NCCL, and simulated ranks by family."""
     rows = []
     for name in names:
         model, args = trained(name)
@@ -193,9 +193,10 @@ def exactness(names: Sequence[str], device: torch.device) -> list[list[str]]:
 
 
 def _error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The largest difference over the tensor's largest magnitude, or over a thousandth of the largest of all.
+    """The largest difference of tensors, relative to the largest magnitude of the tensor.
 
-    The gradient of a bias of keys is zero but for rounding.
+    This magnitude is at least a thousandth of the largest of all tensors: some gradients, such as that of the bias of the
+    keys, are zero except for rounding.
     """
     wanted = {name: value.detach() for name, value in wanted.items()}
     least = 1e-3 * max(map(largest, wanted.values()))
@@ -235,14 +236,14 @@ def _one_pass(model: nn.Module, simulated: Any, args: Sequence[Any]) -> float:
 
 
 def steps(settings: Sequence[Setting], topology: Topology, device: torch.device, known: Path, end: float) -> list[Step]:
-    """What each way to train takes; what is known from a run before is not measured again.
+    """Measures each way to train each model, except those that an earlier run has measured.
 
     Args:
-        settings: what is trained.
-        topology: to plan for.
-        device: to run on.
-        known: a file of steps, to which every step is added when it is known.
-        end: when, by ``time.monotonic()``, nothing more is begun.
+        settings: The models to train.
+        topology: The topology to plan for.
+        device: The device to run on.
+        known: The file of results; every new result is appended at once.
+        end: The deadline of ``time.monotonic()`` after which no measurement starts.
     """
     found = [Step(**json.loads(line)) for line in known.read_text().splitlines()] if known.exists() else []
     for setting in settings:

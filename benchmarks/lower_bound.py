@@ -15,12 +15,12 @@ HIDDEN, HEADS, VOCABULARY, SEQUENCE = 12288, 96, 51200, 2048
 BATCHES = (1536, 64)
 DEVICES = (8, 64, 512, 4096)
 
-#: The linears of a layer as GPT-2 calls them.
+#: The module of each linear of a layer in GPT-2 -> its name in the table.
 LINEARS = {"attn.c_attn": "QKV", "attn.c_proj": "projection", "mlp.c_fc": "MLP up", "mlp.c_proj": "MLP down"}
 
 
 def linears(plan: Plan) -> dict[str, PlannedOperator]:
-    """The products of the four linears of the plan's second layer, by name."""
+    """Name -> the matrix product of each of the four linears in the second layer of a plan."""
     return {
         name: operator
         for module, name in LINEARS.items()
@@ -34,7 +34,7 @@ def ratio(operators: list[PlannedOperator]) -> str:
 
 
 def make() -> str:
-    """Plans GPT-3 layers with every family and compares what the four linears move with what they must."""
+    """Plans GPT-3 layers with every family, and compares the communication of the four linears with its lower bound."""
     device = Topology.load("dgx-a100").device
     whole, single = [], []
     for batch in BATCHES:

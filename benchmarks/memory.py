@@ -1,7 +1,7 @@
-"""The predicted memory of plans compared with the allocated memory of steps: python -m benchmarks.memory [--write]
+"""Compares the predicted memory of plans with the allocated memory of steps: python -m benchmarks.memory [--write]
 
-One process runs the first device of every plan, with collectives that exchange nothing: the memory of a device does not
-depend on the values that the others send.
+One process runs the first device of every plan, with fake collectives that exchange no data: the memory of a device does
+not depend on the values that it receives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.allocated import Allocated
 from benchmarks.models import trained
 from benchmarks.tables import command, table
 
-#: What is planned of each model: families and meshes.
+#: Model -> the families and meshes that are planned.
 SETTINGS: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]] = {
     "gpt": [("zero3", (4,)), ("megatron-sp", (2, 2)), ("tensor3d", (2, 2)), ("auto", (4,))],
     "llama": [("zero3", (4,)), ("megatron-sp", (4,)), ("tensor3d", (2, 2)), ("summa-2d", (2, 2))],
@@ -32,16 +32,16 @@ SETTINGS: Mapping[str, Sequence[tuple[str, tuple[int, ...]]]] = {
     "vit": [("zero3", (4,)), ("megatron-1d", (2, 2)), ("megatron-sp", (4,)), ("3d", (2, 2, 2))],
 }
 RECOMPUTE = ("none", "selective", "full", "auto")
-#: With ``auto``, of what is needed when nothing is recomputed.
+#: The memory limit for ``auto``, relative to the memory of the plan without recomputation.
 SHORT = 0.85
-#: Seconds to search for a plan in.
+#: The time limit of planning in seconds.
 LIMIT = 20.0
 STEPS = 2
 
 
 @contextmanager
 def pretended(ranks: int) -> Iterator[None]:
-    """A process group with only the first of its ranks."""
+    """A fake process group, in which this process is rank 0 and no other rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -50,11 +50,11 @@ def pretended(ranks: int) -> Iterator[None]:
 
 
 def allocated(model: nn.Module, args: Sequence[Any], plan: autotp.Plan, schedule: str = "none") -> int:
-    """Most bytes of tensors alive at once in a training step of a device, the optimizer's state being there already."""
+    """The peak of live tensors of a device in a training step, in bytes, including the optimizer's state."""
     with pretended(plan.devices):
         parallel = autotp.parallelize(model, args=args, plan=plan, schedule=schedule)
         optimizer = torch.optim.AdamW(parallel.parameters(), foreach=False)
-        parallel(*args).backward()  # the first step makes the graphs, of tensors without memory
+        parallel(*args).backward()  # the first step traces the graphs with fake tensors
         optimizer.step()
         optimizer.zero_grad()
         watch = Allocated()
@@ -73,7 +73,7 @@ def allocated(model: nn.Module, args: Sequence[Any], plan: autotp.Plan, schedule
 def compared(
     model: nn.Module, args: Sequence[Any], names: Sequence[str], meshes: Sequence[tuple[int, ...]]
 ) -> list[list[Any]]:
-    """(family, mesh, predicted bytes, allocated bytes) of every family that has a plan on a mesh."""
+    """[family, mesh, predicted bytes, allocated bytes] for every family and mesh with a plan."""
     rows = []
     for mesh in meshes:
         devices = torch.Size(mesh).numel()
@@ -90,7 +90,7 @@ def compared(
 def plans(
     model: nn.Module, args: Sequence[Any], family: str, mesh: tuple[int, ...]
 ) -> Iterator[tuple[str, str | None, autotp.Plan]]:
-    """(recomputation, precision, plan) of every way to recompute in either precision, with overlap, where there is one."""
+    """Yields (recomputation, precision, plan), with overlap, for every combination for which there is a plan."""
     topology = autotp.Topology.load("dgx-h100").resized(torch.Size(mesh).numel())
     for precision in (None, "bf16-mixed"):
         needed = math.inf
@@ -107,12 +107,12 @@ def plans(
             except AutotpError:
                 continue
             needed = plan.predicted.memory_bytes if recompute == "none" else needed
-            # Where memory is ample, schedules use more than plans say.
+            # With more memory, schedules would use more than the plan predicts.
             yield recompute, precision, replace(plan, memory_bound=plan.predicted.memory_bytes)
 
 
 def make() -> str:
-    """Predicted and allocated memory, with overlap, of models by families, ways to recompute, and precisions."""
+    """Compares predicted and allocated memory, with overlap, by model, family, recomputation and precision."""
     rows, errors = [], []
     for title, settings in SETTINGS.items():
         model, args = trained(title)

@@ -1,4 +1,4 @@
-"""Models of known shape: the matrix products of transformers, as the papers count them, and whole GPTs on ``meta``."""
+"""Models for benchmarks: the matrix products of transformers, as the papers count them, and complete models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 class Layer(nn.Module):
-    """A transformer layer's matrix products: no norm, no bias."""
+    """The matrix products of a transformer layer, without norms and biases."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Layers of matrix products behind one more, so that the first layer's input has a layout like any other's."""
+    """Layers of matrix products after another product, so that the first layer's input has a layout like any other's."""
 
     def __init__(self, layers: int, hidden: int, heads: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT with its loss, every product a ``Linear`` of its own, as what users shard by hand takes it."""
+    """A GPT that returns its loss. Every product is a separate ``Linear``, as manual sharding recipes expect."""
 
     def __init__(self, layers: int, hidden: int, heads: int, vocabulary: int, sequence: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Normed(nn.Module):
 
 
 class Chain(nn.Module):
-    """Linear layers k -> n and n -> k in turn, with a non-linearity between."""
+    """Alternating linear layers k -> n and n -> k, with non-linearities between them."""
 
     def __init__(self, pairs: int, k: int, n: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Chain(nn.Module):
 
 
 class Loss(nn.Module):
-    """A language model that returns its loss alone: all that a model returns becomes whole on every device."""
+    """A language model that returns only its loss, because all outputs of a model are gathered on every device."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Loss(nn.Module):
 
 
 class Classifier(nn.Module):
-    """An image classifier with its loss."""
+    """An image classifier that returns its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Classifier(nn.Module):
 def gpt(
     layers: int, hidden: int, heads: int, vocabulary: int, batch: int, sequence: int
 ) -> tuple[nn.Module, tuple[Tensor]]:
-    """A GPT-2 of that size on ``meta``, which returns its loss, with an example input, for planning."""
+    """A GPT-2 on ``meta`` in bfloat16, which returns its loss, and an example input, for planning."""
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=vocabulary, n_positions=sequence, use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -129,21 +129,21 @@ def gpt(
 
 
 def products(layers: int, hidden: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
-    """``Transformer`` of that size on ``meta`` with an example input."""
+    """A :class:`Transformer` on ``meta`` in bfloat16, and an example input."""
     with torch.device("meta"):
         model = Transformer(layers, hidden, heads).to(torch.bfloat16)
         return model, (torch.zeros(batch, sequence, hidden, dtype=torch.bfloat16),)
 
 
 def chain(pairs: int, k: int, n: int, batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor]]:
-    """``Chain`` of that size on ``meta`` with an example input."""
+    """A :class:`Chain` on ``meta`` in bfloat16, and an example input."""
     with torch.device("meta"):
         model = Chain(pairs, k, n).to(torch.bfloat16)
         return model, (torch.zeros(batch, sequence, k, dtype=torch.bfloat16),)
 
 
 class Denoiser(nn.Module):
-    """A U-Net with its loss: blocks of group norm, SiLU and convolution around skips, on two resolutions and a middle."""
+    """A U-Net that returns its loss: residual blocks of group norm, SiLU and convolution at two resolutions."""
 
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
@@ -174,19 +174,22 @@ class _Block(nn.Module):
         return self.skip(x) + y
 
 
-#: name -> layers, width, tokens of a sequence.
+#: Name -> (layers, width, tokens per sequence).
 _GPTS = {"gpt": (4, 256, 128), "deep": (8, 256, 256), "wide": (8, 1024, 32)}
 
 
 def trained(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model that takes half a second per step on a CPU core and returns its loss, with its global batch.
+    """A model that returns its loss and takes about half a second per step on a CPU core, and its global batch.
 
     ``gpt``: a GPT-2 of 4 layers of width 256 over 8 sequences of 128; ``deep``: 8 layers of width
-    256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: as ``gpt``, of a Llama
-    with grouped queries. ``decoder``: `Decoder` of the dims of ``deep``. ``unet``: `Denoiser` of width 64 over 8 images.
-    ``vit``: a vision transformer of 4 layers of width 128 over 16 images, with dropout.
-    With more to hold between the passes: ``xl``, `Decoder` of two layers as wide as GPT-2 XL's over 8 sequences of 256,
-    which takes some ten seconds; ``unet-wide``, ``unet`` over images of four times the pixels.
+    256 over 8 sequences of 256; ``wide``: 8 layers of width 1024 over 8 sequences of 32. ``llama``: like ``gpt``, but a
+    Llama with grouped queries. ``decoder``: a `Decoder` with the sizes of ``deep``. ``unet``: a `Denoiser` of width 64
+    over 8 images. ``vit``: a vision transformer of 4 layers of width 128 over 16 images, with dropout.
+    Two models have more saved activations: ``xl``, a `Decoder` of two layers with the width of GPT-2 XL over 8 sequences
+    of 256, which takes some ten seconds; and ``unet-wide``, ``unet`` over images with four times the pixels.
+
+    Raises:
+        ValueError: There is no model of this name.
     """
     torch.manual_seed(0)
     if name in _GPTS:

@@ -1,7 +1,7 @@
-"""Network namespaces, bridges and rate-limited links: what `benchmarks.cluster` is built from.
+"""Network namespaces, bridges and rate-limited links, from which `benchmarks.cluster` builds clusters.
 
-A cluster's namespaces are named ``autotp-<pid>-<serial>-<role>``: the pid identifies their process, so that `clean` can
-distinguish leftovers from clusters in use, and the serial number allows several clusters per process.
+The namespaces of a cluster are named ``autotp-<pid>-<serial>-<role>``: the pid identifies the process that created them, so
+that `clean` can distinguish leftovers from clusters in use, and the serial number allows several clusters per process.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = [
     "shell",
 ]
 
-#: Levels of these names are one machine's memory rather than a network.
+#: Levels with these names are the memory of one machine rather than a network.
 ONE_NODE = ("loopback", "shared memory")
-#: Jumbo frames, as cluster networks have them: headers take 0.7 % of the rate, and few packets cost few timers.
+#: Jumbo frames, as in cluster networks: headers take 0.7 % of the rate, and few packets need few timers.
 MTU = 9000
-#: Bytes that each queue holds. Above TCP's largest window (4 MB), so that several senders to one node lose nothing.
+#: The size of each queue in bytes, above TCP's largest window (4 MB), so that several senders to one node lose no packets.
 QUEUE = 16 * 2**20
 
 _FRAME = MTU + 14
 _HEADERS = 128
-#: Seconds by which the kernel may be late to send a packet without the rate suffering; adds to the burst.
+#: Seconds by which the kernel may send a packet late without reducing the rate; adds to the burst.
 _LATENESS = 0.5e-3
 _NAME = re.compile(r"autotp-\d+-\d+-\w+")
 _REGISTRY = Path("/run/netns")
@@ -50,17 +50,17 @@ _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
 class ClusterError(Exception):
-    """The emulated cluster cannot be made, or what ran in it failed."""
+    """Raised if an emulated cluster cannot be created, or a run in it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a topology comes to on one machine.
+    """The namespaces and the rate that emulate a topology on one machine.
 
     Attributes:
-        nodes: network namespaces.
-        ranks: processes in each.
-        rate: bit/s of a node's uplink in each direction; None where nothing is limited.
+        nodes: The number of network namespaces.
+        ranks: The number of processes in each.
+        rate: The rate of a node's uplink in each direction in bit/s; None for no limit.
     """
 
     nodes: int
@@ -69,17 +69,17 @@ class Layout:
 
     @property
     def burst(self) -> int:
-        """Bytes that a link that was idle sends at once: one frame and what the timer's lateness needs."""
+        """The bytes that an idle link sends at once: one frame, and the bytes that compensate for a late timer."""
         return _FRAME + round((self.rate or 0) / 8 * _LATENESS)
 
     @property
     def packet(self) -> int:
-        """Bytes of the largest packet that a node hands to its link, which the link takes whole."""
+        """The size of the largest packet that a node passes to its link, in bytes; it fits into the burst."""
         return min(2**16, self.burst - _HEADERS)
 
     @property
     def interface(self) -> str:
-        """The interface over which the ranks talk."""
+        """The interface over which the ranks communicate."""
         return "eth0" if self.nodes > 1 else "lo"
 
     def address(self, node: int) -> str:
@@ -91,7 +91,7 @@ def layout(topology: Topology) -> Layout:
     """Nodes, ranks and rate for a topology of one or two levels.
 
     Raises:
-        ClusterError: there are more levels, or a node's uplink is more than one shared link.
+        ClusterError: There are more levels, or a node's uplink is not a single shared link.
     """
     levels = topology.levels
     if len(levels) > 2:
@@ -115,7 +115,7 @@ def layout(topology: Topology) -> Layout:
 
 
 def commands(plan: Layout, prefix: str) -> list[list[str]]:
-    """The ``ip`` and ``tc`` commands that make namespaces ``<prefix>-0``, ``<prefix>-1``, ... and ``<prefix>-bridge``."""
+    """The ``ip`` and ``tc`` commands that create namespaces ``<prefix>-0``, ``<prefix>-1``, ... and ``<prefix>-bridge``."""
     bridge = f"{prefix}-bridge"
     lines = []
     if plan.nodes > 1:
@@ -132,7 +132,7 @@ def commands(plan: Layout, prefix: str) -> list[list[str]]:
 def _uplink(plan: Layout, name: str, bridge: str, node: int) -> list[str]:
     port = f"port{node}"
     return [
-        # Both ends are born in their namespaces: the root namespace never sees an interface.
+        # Both ends are created in their namespaces, so the root namespace never has an interface.
         f"ip -n {bridge} link add name {port} mtu {MTU} type veth peer name eth0 mtu {MTU} netns {name}",
         *_limited(plan, name, bridge, node, "add"),
         f"ip -n {name} address add {plan.address(node)}/16 dev eth0",
@@ -142,7 +142,7 @@ def _uplink(plan: Layout, name: str, bridge: str, node: int) -> list[str]:
 
 
 def limits(plan: Layout, prefix: str) -> list[list[str]]:
-    """The commands that give the links of a cluster that is there the rate of ``plan``."""
+    """The commands that set the links of an existing cluster to the rate of ``plan``."""
     uplinks = (_limited(plan, f"{prefix}-{node}", f"{prefix}-bridge", node, "replace") for node in range(plan.nodes))
     return [line.split() for lines in uplinks for line in lines]
 
@@ -152,16 +152,16 @@ def _limited(plan: Layout, name: str, bridge: str, node: int, how: str) -> list[
     return [
         f"tc -n {bridge} qdisc {how} dev port{node} {limit}",
         f"tc -n {name} qdisc {how} dev eth0 {limit}",
-        # Large packets stay whole, as network cards see to: what passes a queue is at most its burst, and need not be cut.
+        # Large packets stay unsegmented, as with a network card's segmentation offload: each fits into the queue's burst.
         f"ip -n {name} link set dev eth0 gso_max_size {plan.packet}",
     ]
 
 
 def require_host() -> None:
-    """Checks that this process may make namespaces.
+    """Checks that this process may create namespaces.
 
     Raises:
-        ClusterError: it is not root, lacks a capability, or iproute2 is not installed.
+        ClusterError: The process is not root or lacks a capability, or iproute2 is not installed.
     """
     if os.geteuid() != 0:
         raise ClusterError("an emulated cluster is made of network namespaces: run it as root, for example by sudo")
@@ -179,10 +179,10 @@ def _effective_capabilities() -> int:
 
 
 def shell(command: Sequence[str]) -> str:
-    """Runs a command and returns what it printed.
+    """Runs a command and returns its stdout.
 
     Raises:
-        ClusterError: it failed; the message holds its stderr.
+        ClusterError: The command failed; the message has its stderr.
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if done.returncode:
@@ -192,7 +192,7 @@ def shell(command: Sequence[str]) -> str:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Puts interrupts off until the end of the block; the commands that it runs do not feel them either."""
+    """Blocks SIGINT, SIGTERM and SIGHUP until the end of the block, also in commands that are run inside."""
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -202,14 +202,18 @@ def undisturbed() -> Iterator[None]:
 
 
 def namespaces(prefix: str = "autotp-") -> list[str]:
-    """The namespaces of emulated clusters whose names begin so, sorted."""
+    """The namespaces of emulated clusters whose names begin with ``prefix``, sorted."""
     with suppress(FileNotFoundError):
         return sorted(name for name in os.listdir(_REGISTRY) if name.startswith(prefix) and _NAME.fullmatch(name))
     return []
 
 
 def kill(name: str) -> None:
-    """Kills every process in a namespace. Torchrun's workers have sessions of their own, so no process group has all."""
+    """Kills every process in a namespace. A process group is not enough: torchrun's workers have their own sessions.
+
+    Raises:
+        ClusterError: Some processes did not end within 5 seconds.
+    """
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         pids = shell(["ip", "netns", "pids", name]).split()
@@ -223,10 +227,10 @@ def kill(name: str) -> None:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kills the processes in the namespaces and deletes these; continues after failures and reports them at the end.
+    """Kills the processes in namespaces and deletes the namespaces; continues after failures and reports them at the end.
 
     Raises:
-        ClusterError: something could not be killed or deleted.
+        ClusterError: A process could not be killed, or a namespace could not be deleted.
     """
     errors = []
     for name in names:
@@ -240,13 +244,13 @@ def remove(names: Sequence[str]) -> None:
 
 
 def clean() -> list[str]:
-    """Removes the namespaces of processes that no longer exist, and what still runs in them.
+    """Removes the namespaces of processes that no longer exist, and kills the processes in them.
 
     Returns:
         The names of the namespaces that were removed.
 
     Raises:
-        ClusterError: this process may not remove namespaces, or one could not be removed.
+        ClusterError: This process may not remove namespaces, or a namespace could not be removed.
     """
     require_host()
     leftovers = [name for name in namespaces() if not Path("/proc", name.split("-")[1]).exists()]

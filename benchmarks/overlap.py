@@ -1,12 +1,12 @@
 """Step times with and without overlap on emulated interconnects: python -m benchmarks.overlap [--write] (two hours)
 
 Measurements are stored in benchmarks/measured/overlap.json after every case, and the document is generated from this file.
-An interrupted run loses only one case, and ``--only unet,megatron-1d`` repeats the cases with these names.
+An interrupted run loses only one case, and ``--only unet,megatron-1d`` repeats the cases with both names.
 
 The models are a GPT of 8 layers, narrow with long sequences for the families that communicate parameters and wide with
 short ones for those that communicate activations (so that the network is the bottleneck, not the CPUs that drive it), and a
 U-Net. Every family and number of ranks has three uplink rates, at which the communication of a step should take half as
-long, as long, and twice as long as its computation. Both alone are measured in the same runs.
+long, as long, and twice as long as its computation. Each of the two is also measured alone, in the same runs.
 Needs root, for network namespaces with rate-limited links.
 """
 
@@ -56,21 +56,21 @@ CASES: tuple[tuple[str, str, tuple[int, ...]], ...] = tuple(
 )
 RATIOS = (0.5, 1.0, 2.0)
 ALONE = ("compute alone", "communication alone", "communication at once")
-#: What the best way should take at most of the floor, and what was planned of no overlap.
+#: The wanted upper bounds: the best way relative to the floor, and the planner's choice relative to no overlap.
 WANTED, NEVER_SLOWER = 1.15, 1.02
 PLOT = "images/overlap.svg"
 MEASURED = Path(__file__).parent / "measured" / "overlap.json"
 ROUNDS = 3
-#: bit/s: what a node's uplink is at most and at least, whatever the ratio asks for.
+#: The highest and lowest rate of a node's uplink in bit/s, for all ratios.
 MOST, LEAST = 4e9, 20e6
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One plan at one rate; seconds.
+    """The measurements of one plan at one rate (bit/s).
 
-    ``shares`` are what the forward pass has of a step's computing and of its communicating, by prediction; ``run`` is when
-    the run began that measured the rest.
+    ``times`` has seconds by way. ``shares`` are the predicted shares of the forward pass in the computation and in the
+    communication of a step. ``run`` is the time at which the run that measured ``times`` began.
     """
 
     model: str
@@ -84,45 +84,45 @@ class Cell:
 
     @property
     def case(self) -> tuple[str, str, tuple[int, ...]]:
-        """What of `CASES` it belongs to."""
+        """The member of `CASES` that the cell belongs to."""
         return self.model, self.name, self.mesh
 
     @property
     def moving(self) -> float:
-        """Communicating alone: collectives one after the other as they are, or merged and all at once, what is shorter."""
+        """Seconds of communication alone: the faster of unmerged collectives in sequence and merged ones all at once."""
         return min(self.times["communication alone"], self.times["communication at once"])
 
     @property
     def floor(self) -> float:
-        """What no schedule can undercut: the longer of computing alone and communicating alone."""
+        """A lower bound for all schedules, in seconds: the longer of computation alone and communication alone."""
         return max(self.times["compute alone"], self.moving)
 
     @property
     def plain(self) -> float:
-        """The longer of computing alone and the same collectives alone, one after the other."""
+        """Seconds of the longer of computation alone and unmerged collectives alone in sequence."""
         return max(self.times["compute alone"], self.times["communication alone"])
 
     @property
     def reach(self) -> float:
-        """The floor of two passes one after the other, on cores from which communicating takes time as computing does."""
+        """The sum of the floors of both passes in seconds, where computation includes the CPU time of communication."""
         compute, busy = self.times["compute alone"], self.times["core seconds"]
         passes = self.shares, tuple(1 - share for share in self.shares)
         return sum(max(c * compute + m * busy, m * self.moving) for c, m in passes)
 
     @property
     def best(self) -> str:
-        """The quickest way to run it."""
+        """The fastest way to run the plan."""
         return min(WAYS, key=lambda way: self.times[way])
 
 
 def emulated(ranks: int, rate: float) -> Topology:
-    """So many nodes of one rank, with uplinks of ``rate`` bit/s."""
+    """A topology of ``ranks`` nodes of one rank each, with uplinks of ``rate`` bit/s."""
     return Topology(f"{ranks} nodes", Topology.load("cpu").device, (Level("network", ranks, rate / 8, 50e-6),), "gloo")
 
 
 @functools.cache
 def calibrated(ranks: int) -> Topology:
-    """The machine with so many ranks, as measured where links have no limit."""
+    """The calibrated topology of this machine with ``ranks`` nodes and links of the highest rate."""
     with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(ranks, MOST)) as cluster:
         file = Path(scratch) / "machine.toml"
         cluster.run(["-m", "autotp", "calibrate", "--quick", "--output", str(file)], timeout=400)
@@ -130,7 +130,7 @@ def calibrated(ranks: int) -> Topology:
 
 
 def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float], rounds: int) -> Iterator[Cell]:
-    """One case at several rates."""
+    """Yields the measurements of one case at the rates of several ratios."""
     ranks = math.prod(mesh)
     module, args = trained(model)
     captured = capture(module, args, None)
@@ -155,7 +155,7 @@ def measure(model: str, name: str, mesh: tuple[int, ...], ratios: Sequence[float
 
 
 def _shares(halves: tuple[Sequence[Slot], Sequence[Slot]]) -> tuple[float, float]:
-    """What the forward pass has of the computing and of the communicating."""
+    """The shares of the forward pass in computation and in communication."""
     computing, moving = (
         [sum(slot.end - slot.begin for slot in half if (slot.lane == "compute") == device) for half in halves]
         for device in (True, False)
@@ -164,7 +164,7 @@ def _shares(halves: tuple[Sequence[Slot], Sequence[Slot]]) -> tuple[float, float
 
 
 def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
-    """A machine as measured without a limit, with one; ``contention`` is what was measured at that."""
+    """A calibrated topology with its bandwidth limited (bytes/s); ``contention`` was measured at this limit."""
     (level,) = found.levels
     kinds = {kind: replace(one, bandwidth=min(one.bandwidth, bandwidth)) for kind, one in level.measured.items()}
     level = replace(level, bandwidth=min(level.bandwidth, bandwidth), measured=kinds, contention=contention)
@@ -172,7 +172,7 @@ def _limited(found: Topology, bandwidth: float, contention: float) -> Topology:
 
 
 def make(write: bool, only: set[str]) -> tuple[str, dict[str, str]]:
-    """Measures step times with and without overlap, and keeps them."""
+    """Measures step times with and without overlap, and stores them."""
     run = time.strftime("%Y-%m-%d %H:%M")
     known = kept()
     for case in (case for case in CASES if only <= _names(case)):
@@ -200,13 +200,13 @@ def _only(text: str) -> set[str]:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes besides --write."""
+    """Adds the options of the command other than --write."""
     names = "names that a case must all have, of its model, family or mesh, such as wide,2x2"
     parser.add_argument("--only", type=_only, default=set(), help=names)
 
 
 def kept() -> list[Cell]:
-    """What was measured last, of every case that there is."""
+    """The stored measurements of all cases in `CASES`."""
     if not MEASURED.exists():
         return []
     known = json.loads(MEASURED.read_text())
@@ -215,7 +215,7 @@ def kept() -> list[Cell]:
 
 
 def plot(cells: Sequence[Cell]) -> str:
-    """All ways of all cells, as an SVG."""
+    """An SVG of the times of all ways in all cells, relative to the floor."""
     rows = []
     for cell in cells:
         label = f"{cell.model} {cell.name} {'×'.join(map(str, cell.mesh))}, {cell.rate / 1e6:.0f} Mbit/s"
@@ -224,7 +224,7 @@ def plot(cells: Sequence[Cell]) -> str:
 
 
 def report(cells: Sequence[Cell]) -> str:
-    """The document."""
+    """The text of the document."""
     rows = []
     for cell in cells:
         times, best = cell.times, cell.best
@@ -288,7 +288,7 @@ pass are predicted.
 
 
 def _summary(cells: Sequence[Cell]) -> str:
-    """How many cells reach what is wanted."""
+    """A paragraph on how many cells meet the wanted bounds."""
 
     def within(bound: str) -> int:
         return sum(cell.times[cell.best] <= WANTED * getattr(cell, bound) for cell in cells)

@@ -16,11 +16,11 @@ _ROW = 0.24  # inches
 
 
 def drawn(rows: Sequence[tuple[str, dict[str, float], float]], wanted: float) -> str:
-    """An SVG of dots, a row each.
+    """An SVG with a row of marks for each cell.
 
     Args:
-        rows: (label, way -> seconds over the floor's, what passes reach over the floor).
-        wanted: a line to compare with, in the same unit.
+        rows: (label, way -> seconds, bound of both passes in sequence); all times are relative to the floor.
+        wanted: The position of a vertical line, relative to the floor.
     """
     with matplotlib.rc_context({"svg.hashsalt": "overlap", "font.size": 8}):
         figure = Figure(figsize=(8, 1.2 + _ROW * len(rows)), layout="constrained")

@@ -1,9 +1,9 @@
 """Times plans of one model with and without overlap, under torchrun: -m benchmarks.overlap_steps MODEL FOLDER
 
 Requests arrive as files (`benchmarks.phases`): a plan, and the ways to run it, which take turns. Computation alone is timed
-with the same graphs and collectives that return at once, and communication alone by repeating the collectives of the step
-without anything between them: one after the other, unmerged, and all at once, merged as in the schedule. Graphs are traced
-once for all plans that shard the model in the same way; for each plan, only the schedule is made for its machine.
+with the same graphs and collectives that return immediately, and communication alone by repeating the collectives of the
+step with no computation between them: unmerged in sequence, and merged as in the schedule, all at once. Graphs are traced
+once for all plans that shard the model in the same way; only the schedule is made anew for the machine of each plan.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.steps import TIMED, medians, step_of
 from passes.world.pending import Pending
 from passes.world.process import ProcessWorld
 
-#: name -> (schedule, chunks, whether small collectives are merged); None: the chunks that the planner chose.
+#: name -> (schedule, chunks, whether small collectives are merged); chunks of None are those that the planner chose.
 WAYS: dict[str, tuple[str, dict[str, int] | None, bool]] = {
     "no overlap": ("none", {}, False),
     "chunked": ("overlap", {"rows": 2}, False),
@@ -67,17 +67,20 @@ def main() -> None:
 
 
 class _Runner:
-    """Runs plans of one model; keeps the graphs for plans with the same sharding."""
+    """Runs plans of one model, and reuses the graphs of plans with the same sharding."""
 
     def __init__(self, model: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self.model, self.args = model, args
         self.known: dict[tuple[str, str], Any] = {}
 
     def times(self, planned: autotp.Plan, ways: list[str], rounds: int) -> dict[str, float]:
-        """Median seconds of each way of running a plan, and of its two parts alone."""
+        """Median seconds of each way of running a plan, of computation alone, and of communication alone.
+
+        Also returns the "core seconds" of communication, and the bytes "sent" by a rank in a step.
+        """
         cuts = ({} if chunks is None else chunks for _, chunks, _ in WAYS.values())
         needed = {planned.hash, *(replace(planned, chunks=each).hash for each in cuts)}
-        # Every module has parameters of its own: those of all rates' plans are more than a machine may hold.
+        # Every module has its own parameters; modules for the plans of all rates may not fit in memory.
         self.known = {key: module for key, module in self.known.items() if key[0] in needed}
         gc.collect()
         steps: dict[str, Callable[[], Any]] = {}
@@ -96,7 +99,7 @@ class _Runner:
         return found
 
     def step(self, planned: autotp.Plan, schedule: str, chunks: dict[str, int] | None, merge: bool) -> Callable[[], None]:
-        """One way of running a plan's step."""
+        """A function that runs a step of a plan in one way; None for ``chunks`` keeps those of the plan."""
         plan = planned if chunks is None else replace(planned, chunks=chunks)
         parallel = self.parallel(plan, schedule)
         if schedule == "none":
@@ -111,15 +114,15 @@ class _Runner:
             parallel._programs.known[program.key] = scheduled
             step_of(parallel, self.args)
 
-        run()  # schedules the graphs
+        run()  # compute the schedules before any step is timed
         return run
 
     def world(self, plan: autotp.Plan, schedule: str) -> Any:
-        """What the collectives of a plan's module are called on."""
+        """The world on which the module of a plan calls its collectives."""
         return self.parallel(plan, schedule).get_submodule("autotp_world")
 
     def parallel(self, plan: autotp.Plan, schedule: str) -> Any:
-        """The distributed module of a plan, which has run a step."""
+        """The cached distributed module of a plan, which has run one step."""
         key = plan.hash, schedule
         if key not in self.known:
             self.known[key] = autotp.parallelize(self.model, args=self.args, plan=plan, schedule=schedule)
@@ -128,7 +131,7 @@ class _Runner:
 
 
 class _Mute:
-    """Collectives that answer at once, with something of the correct shape."""
+    """Collectives that return immediately, with tensors of the correct shape."""
 
     def __init__(self, world: ProcessWorld) -> None:
         self.shape = world.mesh_shape
@@ -149,7 +152,7 @@ class _Mute:
 
 
 def _muted(world: ProcessWorld, step: Callable[[], None]) -> None:
-    """A step whose collectives answer at once."""
+    """Runs a step with collectives that return immediately."""
     mute = _Mute(world)
     for kind in KINDS:
         setattr(world, kind, getattr(mute, kind))
@@ -159,7 +162,7 @@ def _muted(world: ProcessWorld, step: Callable[[], None]) -> None:
 
 
 def _core_seconds(step: Callable[[], Any]) -> float:
-    """Seconds of every core of this machine that a step of all ranks takes, with what the kernel does for no process."""
+    """Busy seconds per core of this machine in a step of all ranks, including kernel work outside of processes."""
     dist.barrier()
     begun = _busy()
     for _ in range(TIMED):
@@ -169,21 +172,21 @@ def _core_seconds(step: Callable[[], Any]) -> float:
 
 
 def _busy() -> float:
-    """Seconds that the cores of this machine have been busy since it began, on average."""
+    """Seconds that a core of this machine has been busy since boot, averaged over all cores."""
     aggregate, *cores = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     user, nice, system, _idle, _waiting, hard, soft = map(int, aggregate[1:8])
     return (user + nice + system + hard + soft) / os.sysconf("SC_CLK_TCK") / len(cores)
 
 
 def _sent(call: tuple[str, int, float]) -> float:
-    """Bytes that a rank sends in a collective, by a ring: of so many ranks, and so many bytes given by each."""
+    """Bytes that a rank sends in a ring collective, given as (kind, number of ranks, bytes of each rank's operand)."""
     kind, ways, size = call
     share = {"all_reduce": 2 * (ways - 1) / ways, "all_gather": ways - 1}.get(kind.rstrip("_"), (ways - 1) / ways)
     return share * size
 
 
 def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pending]], list[tuple[str, int, float]]]:
-    """The collectives of one step, to be called repeatedly, and their kinds, ranks and bytes."""
+    """Runs one step; returns its collectives as functions to be repeated, and their kinds, numbers of ranks and bytes."""
     calls: list[Callable[[], Pending]] = []
     sizes: list[tuple[str, int, float]] = []
     inside = False
@@ -193,7 +196,7 @@ def _recorded(world: Any, step: Callable[[], Any]) -> tuple[list[Callable[[], Pe
 
         def call(parts: Any, *rest: Any) -> Pending:
             nonlocal inside
-            if inside:  # one primitive made of another
+            if inside:  # this collective is implemented by another, and only the outer one is recorded
                 return original(parts, *rest)
             mine = [part.detach().clone() for part in parts]
             calls.append(lambda: original(mine, *rest))

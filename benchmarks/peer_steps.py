@@ -1,7 +1,7 @@
 """Times autotp and its alternatives under torchrun: -m benchmarks.peer_steps MODEL PLANS_DIR OUT.json
 
-A step is a forward and a backward pass over the same global batch; the ways take turns. Before anything is timed, all must
-give the same loss.
+A step is a forward and a backward pass over the same global batch; the ways take turns. Before the timing, all ways must
+compute the same loss.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def _part(args: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _ddp(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Data parallel, gradients reduced in buckets under the backward pass."""
+    """Data parallelism: gradients are reduced in buckets during the backward pass."""
     return DistributedDataParallel(model), _part(args)
 
 
 class _GlobalLoss(nn.Module):
-    """A data-parallel model that gives every rank the mean of all ranks' losses; the gradient is its own part's."""
+    """A data-parallel model that returns the mean loss of all ranks on every rank, with the gradient of the own loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class _GlobalLoss(nn.Module):
 
 
 def _ddp_and_loss(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Data parallel with the loss of the global batch on every rank, as `autotp.parallelize` gives it."""
+    """Data parallelism that returns the loss of the global batch on every rank, as `autotp.parallelize` does."""
     parallel, part = _ddp(model, args)
     return _GlobalLoss(parallel), part
 
 
 def _fsdp(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Fully sharded data parallel, block by block."""
+    """Fully sharded data parallelism, block by block."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
@@ -99,14 +99,14 @@ def _fsdp(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What a user would wrap: a transformer's layers, a U-Net's blocks."""
+    """The modules that a user would wrap: the layers of a transformer, or the blocks of a U-Net."""
     if isinstance(model, Decoder):
         return list(model.layers)
     return [child for child in model.children() if any(True for _ in child.children())]
 
 
 def _tensor_parallel(model: nn.Module, args: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Megatron's scheme by hand: columns, then rows, of attention and of the perceptron; the head's columns gathered."""
+    """Manual Megatron-style parallelism: columns, then rows, of attention and of the MLP; the head is replicated."""
     assert isinstance(model, Decoder), "the recipe is for benchmarks.models.Decoder"
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     recipe = dict.fromkeys(("q", "k", "v", "up"), ColwiseParallel()) | dict.fromkeys(("o", "down"), RowwiseParallel())

@@ -1,7 +1,7 @@
 """Step times compared with DDP, FSDP2 and torch's tensor parallelism: python -m benchmarks.peers [--write] (15 minutes)
 
-On every interconnect `autotp calibrate` runs first; the planner then chooses for the machine that it measured. Needs root,
-for network namespaces with rate-limited links.
+On every interconnect, `autotp calibrate` runs first, and the planner then plans for the measured machine. Needs root, for
+network namespaces with rate-limited links.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from passes.capture import capture
 
 MODELS = ("decoder", "unet")
 PEERS = ("DDP", "FSDP2", "TP")
-#: DDP that does what `auto` does for a step's loss, so that the rest of the step is compared.
+#: DDP that returns the global loss, like `auto`, so that only the rest of the step is compared.
 GLOBAL_LOSS = "DDP, global loss"
-#: The columns, in order.
+#: The columns of the table, in order.
 SHOWN = ("DDP", GLOBAL_LOSS, "FSDP2", "TP")
-#: `auto` as planned for a run without overlap, and then run with it.
+#: The plan of `auto` for a run without overlap, but run with overlap.
 SERIAL = "planned without"
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model on one interconnect; seconds by way, and the plan that the planner chose."""
+    """The results of one model on one interconnect: the chosen plan, and way -> seconds of a step."""
 
     interconnect: str
     model: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
-    """Every model on one interconnect."""
+    """Measures every model on one interconnect."""
     topology = emulated(interconnect)
     rows = []
     with tempfile.TemporaryDirectory() as scratch, Cluster(topology) as cluster:
@@ -78,7 +78,7 @@ def measure(interconnect: str, models: Sequence[str]) -> list[Row]:
 
 
 def overhead() -> list[list[str]]:
-    """Steps of one process over the eager model's, and of two over DTensor's tensor parallel, links unlimited."""
+    """Rows that compare 1 process with the eager model, and 2 on unlimited links with DTensor's tensor parallelism."""
     rows = []
     for model, ranks, chosen, peers in (
         ("decoder", 1, "auto", []),
@@ -107,13 +107,13 @@ def overhead() -> list[list[str]]:
 
 
 def make() -> str:
-    """Ratios over what a user would pick instead."""
+    """Compares step times with DDP, FSDP2 and torch's tensor parallelism."""
     rows = [row for interconnect in INTERCONNECTS for row in measure(interconnect, MODELS)]
     return report(rows, overhead())
 
 
 def report(rows: Sequence[Row], over: Sequence[Sequence[str]]) -> str:
-    """The document."""
+    """The text of the document."""
     shown = []
     for row in rows:
         times = row.times

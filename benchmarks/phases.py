@@ -1,4 +1,4 @@
-"""A job under torchrun that receives requests while it runs, and keeps its state from one request to the next.
+"""Jobs under torchrun that answer requests while they run, and keep their state between requests.
 
 Requests and answers are numbered files in a folder: ``ask-0.json``, ``answer-0.json``, ... Between requests, the machine
 may change, for example the rate of a link.
@@ -28,20 +28,20 @@ _POLL = 0.2  # seconds
 def asking(
     cluster: Cluster, script: Sequence[str], folder: Path, timeout: float
 ) -> Iterator[Callable[..., dict[str, float]]]:
-    """Runs a job in a cluster, and gives a function that sends it a request and waits for the answer.
+    """Runs a job in a cluster during the block; yields a function that sends a request and waits for the answer.
 
     Args:
-        cluster: to run in.
-        script: with its arguments; it calls `answered` with its last, which is added here: the folder.
-        folder: for requests and answers; empty.
-        timeout: seconds that the job may take.
+        cluster: The cluster to run in.
+        script: The script and its arguments; ``folder`` is appended to them, for which the script calls `answered`.
+        folder: An empty folder for requests and answers.
+        timeout: The time limit of the job in seconds.
     """
     failed: list[BaseException] = []
 
     def work() -> None:
         try:
             cluster.run([*script, str(folder)], timeout=timeout)
-        except BaseException as error:  # noqa: BLE001 - it is raised where somebody waits for an answer
+        except BaseException as error:  # noqa: BLE001 - it is raised again in the thread that waits for an answer
             failed.append(error)
 
     job = threading.Thread(target=work)
@@ -70,7 +70,7 @@ def asking(
 
 
 def answered(folder: Path, answer: Callable[[dict[str, Any]], dict[str, float]]) -> None:
-    """Answers requests until there are no more; every rank must call it, and rank 0's answers count."""
+    """Answers requests until the last one; every rank must call it, and only rank 0's answers are returned."""
     number = 0
     while (request := _next(folder / f"ask-{number}.json")) is not None:
         found = answer(request)
@@ -80,7 +80,7 @@ def answered(folder: Path, answer: Callable[[dict[str, Any]], dict[str, float]])
 
 
 def _next(file: Path) -> dict[str, Any] | None:
-    """A request, on every rank, when it comes."""
+    """Waits for a request and returns it on every rank; None after the last one."""
     if dist.get_rank() == 0:
         while not file.exists():
             time.sleep(_POLL)

@@ -1,6 +1,6 @@
 """Planning for up to 16,384 devices: python -m benchmarks.planning_scale [--write] (a quarter of an hour)
 
-Every case runs in a process of its own, so that its peak memory is its own.
+Every case runs in its own process, so that peak memory is measured per case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AMPLE = 1e15
 
 
 def model_of(name: str, layers: int, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A model of these dimensions on ``meta``, returning its loss, with example tokens."""
+    """A model on ``meta`` in bfloat16, which returns its loss, and example tokens."""
     if name not in LLAMAS:
         return gpt(layers, 12288, 96, 50257, batch, 2048)
     hidden, inner, heads, groups, sequence = LLAMAS[name]
@@ -62,7 +62,7 @@ def model_of(name: str, layers: int, batch: int) -> tuple[nn.Module, tuple[torch
 
 
 def case(name: str, layers: int, devices: int, batch: int, memory: str, mesh: str) -> dict[str, Any]:
-    """Plans one case in this process."""
+    """Plans one case in this process; returns planning times, peak memory in bytes, gap and mesh."""
     model, args = model_of(name, layers, batch)
     captured = capture(model, args)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,7 +81,7 @@ def case(name: str, layers: int, devices: int, batch: int, memory: str, mesh: st
 
 
 def make() -> str:
-    """Planning time and memory by model, number of devices and number of layers."""
+    """Measures planning time and memory by model, number of devices and number of layers."""
     rows = []
     for chosen in CASES:
         text = subprocess.run(

@@ -1,4 +1,4 @@
-"""How long planning takes with the whole space, and with the space of the 1D and 2D schemes alone."""
+"""Compares planning times of the whole search space with those of only the 1D and 2D schemes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _words(axes: int) -> list[str]:
     return ["".join(word) for word in itertools.product("bw", repeat=axes) if word.count("w") < 3]
 
 
-#: The 1D and 2D schemes, mixed per operator: an axis splits the batch, or columns and rows of weights and, between, tokens.
+#: The 1D and 2D schemes, mixed per operator: an axis splits the batch, or columns and rows of weights (and tokens between
+#: matrix products).
 MIXED = Family("1D and 2D, mixed", "", roles=_words, between=frozenset({"token"}))
 AUTO = family("auto")
 SEPARATE = [family(name) for name in ("data", "zero3", "megatron-1d", "megatron-sp", "tensor3d", "atp")]
@@ -36,7 +37,7 @@ SPACES = {
 
 
 def make() -> str:
-    """Plans a GPT with each space and compares the planning times."""
+    """Plans a GPT with each search space and compares the planning times."""
     model, inputs = gpt(8, 4096, 32, 32000, 64, 2048)
     captured = capture(model, inputs)
     rows = []

@@ -1,7 +1,7 @@
 """Predicted and measured step times on emulated interconnects: python -m benchmarks.predictions [--write] (half an hour)
 
-On every interconnect `autotp calibrate` runs first, and all plans are made and predicted with the topology file that it
-writes. Then the plans' steps are timed, taking turns. Needs root, for network namespaces with rate-limited links.
+On every interconnect, `autotp calibrate` runs first, and all plans are made and predicted with the topology file that it
+writes. Then, the steps of the plans are timed in turns. Needs root, for network namespaces with rate-limited links.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ MODELS = ("gpt", "unet")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One plan on one interconnect; seconds of a forward and backward pass. ``names``: all whose plan it is."""
+    """One plan on one interconnect, with the predicted and measured seconds of both passes together.
+
+    ``names`` has the names of all `PLANS` that result in this plan.
+    """
 
     interconnect: str
     model: str
@@ -71,7 +74,7 @@ class Point:
 
     @property
     def plan(self) -> str:
-        """The name it goes by."""
+        """The name of the plan in files."""
         return self.names[0]
 
     @property
@@ -80,7 +83,7 @@ class Point:
 
 
 def emulated(name: str) -> Topology:
-    """The cluster to emulate."""
+    """The topology of the cluster to emulate."""
     ranks, nodes, rate = INTERCONNECTS[name]
     device = Topology.load("cpu").device
     inner = Level("loopback", ranks, 1e9, 50e-6)
@@ -90,7 +93,7 @@ def emulated(name: str) -> Topology:
 
 
 def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: Path | None = None) -> list[Point]:
-    """Calibrates, plans, predicts and times on one interconnect."""
+    """Calibrates one interconnect, makes all plans for it, and times their steps."""
     points = []
     with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(name)) as cluster:
         place = Path(scratch) if folder is None else folder
@@ -117,13 +120,13 @@ def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: 
 
 
 def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict[str, tuple[str, ...]]]:
-    """Distinct plans by name, and all the names of each."""
+    """Name -> distinct plan, and name -> all names of this plan."""
     module, args = trained(model)
     captured = capture(module, args, None)
     found: dict[str, autotp.Plan] = {}
     names: dict[str, list[str]] = {}
     first: dict[str, str] = {}
-    for name, mesh in reversed(PLANS):  # what `auto` chooses is called so, whatever else it may be
+    for name, mesh in reversed(PLANS):  # `auto` first, so that its plan keeps this name
         label = name if mesh is None else f"{name} {'x'.join(map(str, mesh))}"
         try:
             plan = plan_captured(captured, topology, Options(name, mesh=mesh, schedule="none"))
@@ -141,7 +144,7 @@ def _called(name: str, points: Sequence[Point]) -> Point | None:
 
 
 def make() -> str:
-    """Predicted and measured step times of every family on six emulated interconnects."""
+    """Compares predicted and measured step times of every family on six emulated interconnects."""
     points = []
     for name in INTERCONNECTS:
         points += measure(name)
@@ -150,7 +153,7 @@ def make() -> str:
 
 
 def report(points: Sequence[Point]) -> str:
-    """The document: a summary by interconnect and model, then every plan."""
+    """The text of the document: a summary by interconnect and model, then every plan."""
     summary, every, atp = [], [], []
     for (name, model), group in itertools.groupby(points, key=lambda p: (p.interconnect, p.model)):
         found = list(group)

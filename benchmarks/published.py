@@ -1,7 +1,7 @@
-"""Predictions against published training runs: python -m benchmarks.published [--fit] [--write] (a quarter of an hour)
+"""Compares predictions with published runs: python -m benchmarks.published [--fit] [--write] (a quarter of an hour)
 
-Every run of benchmarks/published.toml is planned as it was run, and its step is compared with what was measured. With
-``--fit``, the figures of every device are fitted to the runs first, and printed as a preset has them.
+Every run of benchmarks/published.toml is planned as it was run, and its predicted step is compared with the measured one.
+``--fit`` instead fits the figures of every device to the runs, and prints them as in a preset.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autotp.validate import Prediction, accuracy, by_source, fit_device, parts, 
 from benchmarks.tables import command, machine, table
 
 PICTURE = "images/published.svg"
-_SPREAD = 0.1  # relative error beyond which a run is listed by itself
-_SCALES = (128, 512)  # devices between which growth is compared
+_SPREAD = 0.1  # relative error beyond which a run is listed individually
+_SCALES = (128, 512)  # numbers of devices; growth is compared for sets of runs that reach the first
 
 
 def fitted(found: Sequence[Prediction]) -> str:
-    """The figures of every device with enough runs, as a preset has them."""
+    """The fitted figures of every device with enough runs, as text for a preset."""
     parts = []
     for device in sorted({one.run.device for one in found}):
         mine = [one for one in found if one.run.device == device]
@@ -45,7 +45,7 @@ def fitted(found: Sequence[Prediction]) -> str:
 
 
 def report(fit: bool, write: bool) -> str | tuple[str, Mapping[str, str]]:
-    """The page."""
+    """The text of the page and its picture, or the fitted figures."""
     runs, skipped = read_runs(RUNS)
     found, unplanned = predicted_all(runs)
     skipped += unplanned
@@ -83,7 +83,7 @@ def _row(one: Prediction) -> list[str]:
 
 
 def _held_out(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
-    """Of each device the errors of runs that are fitted, and of those that are not."""
+    """A table of the errors of fitted and of held-out runs, per device."""
     rows = []
     for device in dict.fromkeys(one.run.device for one in found):
         both = parts([one for one in found if one.run.device == device])
@@ -101,7 +101,7 @@ def _orders(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
 
 
 def _growth(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
-    """Of runs that differ in their number of devices alone, by how much a step grows."""
+    """A table of the growth of the step time, for runs that differ only in their number of devices."""
     groups: dict[object, dict[int, Prediction]] = defaultdict(dict)
     for one in found:
         run = one.run

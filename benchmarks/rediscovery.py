@@ -1,4 +1,4 @@
-"""Settings in which each known scheme wins over the others, and what the whole space finds there."""
+"""Settings in which each known scheme is the fastest family, compared with the plans of `auto`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class Setting:
     """A model on a machine that suits one family.
 
     Attributes:
-        family: the one that is known to win here, and ``why``.
-        model: in words, and ``build`` makes it with its example inputs.
-        machine: a topology by name, or "flat": links of 20 GB/s and 5 us between any two A100s.
-        devices: how many.
-        memory: bytes each device may use; None for what it has.
+        family: The family that is expected to win here.
+        why: The reason, for the table.
+        model: The name of the model in the table.
+        build: Creates the model and its example inputs.
+        machine: The name of a topology, or "flat": links of 20 GB/s and 5 us between any two A100s.
+        devices: The number of devices.
+        memory: The memory limit of each device in bytes; None for all of its memory.
         mode: ``train`` or ``inference``.
     """
 
@@ -68,10 +70,10 @@ SETTINGS = (
 
 
 def outcome(setting: Setting) -> dict[str, Plan | str]:
-    """The plan of every family in this setting, or why it has none.
+    """Family -> its plan in this setting, or a text that says why there is none.
 
     Raises:
-        SystemExit: when the whole space loses to a family, or a family to another where it should win.
+        SystemExit: `auto` is slower than a family, or the expected winner is slower than another family.
     """
     model, inputs = setting.build()
     found = plans(capture(model, inputs), setting.topology(), setting.memory, setting.mode)
@@ -86,7 +88,7 @@ def outcome(setting: Setting) -> dict[str, Plan | str]:
 
 
 def make() -> str:
-    """Plans every setting with every family and compares their predicted steps."""
+    """Plans every setting with every family and compares the predicted step times."""
     winners, margins = [], []
     for setting in SETTINGS:
         found = outcome(setting)

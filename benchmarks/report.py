@@ -1,8 +1,8 @@
-"""The report of a large model in a browser: python -m benchmarks.report [--write] (minutes)
+"""Measures the report of a large model in a browser: python -m benchmarks.report [--write] (minutes)
 
-Llama-3 70B on 64 devices is planned, its report written and opened in headless Chromium, which has to be installed. How
-long opening, searching and collapsing take is measured in the page, to the frame that shows the result. With --write,
-pictures of every view go to docs/images/.
+Plans Llama-3 70B on 64 devices, writes the report, and opens it in headless Chromium, which has to be installed. The times
+of opening, searching and collapsing are measured in the page, until the frame that shows the result. With --write,
+screenshots of every view are written to docs/images/.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.capture import capture
 NAME, LAYERS, BATCH, DEVICES, MACHINE = "Llama-3 70B", 80, 64, 64, "h200"
 TIMES = 5
 VIEWS = ("Graph", "Operators", "Costs", "Memory", "Schedule", "Machine")
-#: Runs an action, and returns the milliseconds until a frame with its result was shown.
+#: JavaScript that runs an action and returns the milliseconds until a frame with its result was shown.
 SHOWN = """action => new Promise(done => {
   const begin = performance.now();
   new Function(action)();
@@ -41,7 +41,7 @@ CLICK = """document.querySelector("%s").click();"""
 
 
 def report_of(path: Path) -> list[list[str]]:
-    """Writes the report; returns what was done and how long that took."""
+    """Writes the report; returns table rows with the steps and their times."""
     rows = []
 
     def timed(what: str, action: Any) -> Any:
@@ -69,7 +69,7 @@ def report_of(path: Path) -> list[list[str]]:
 
 
 def opened(tab: Page, path: Path) -> float:
-    """Milliseconds from asking for the file to the first frame with the graph."""
+    """Opens the file; returns the milliseconds until the first frame with the graph."""
     tab.goto("about:blank")
     tab.goto(f"file://{path}")
     tab.wait_for_selector(".graph .box")
@@ -77,7 +77,7 @@ def opened(tab: Page, path: Path) -> float:
 
 
 def measured(tab: Page, path: Path) -> list[list[str]]:
-    """What the browser takes, medians and largest, in milliseconds."""
+    """Table rows with the median and the largest time of each action in the browser, in milliseconds."""
     found: dict[str, list[float]] = {}
 
     def note(what: str, milliseconds: float) -> None:
@@ -97,13 +97,13 @@ def measured(tab: Page, path: Path) -> list[list[str]]:
 
 
 def pictures(tab: Page, path: Path, folder: Path) -> None:
-    """A picture of every view."""
+    """Writes a screenshot of every view to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     opened(tab, path)
     for view in VIEWS:
         tab.click(f"[data-tab={view}]")
         if view == "Graph":
-            # Into one of the layers, by way of the modules around it.
+            # Open one of the layers, through the modules around it.
             for name in ("model", "model", "layers", " × "):
                 box = tab.locator(".graph .box", has_text=name)
                 if box.count():
@@ -120,7 +120,7 @@ def pictures(tab: Page, path: Path, folder: Path) -> None:
 
 
 def make() -> str:
-    """The report of Llama-3 70B on 64 devices, in a browser."""
+    """Measures the report of Llama-3 70B on 64 devices in a browser."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("error: chromium is not installed (apt-get install chromium)")

@@ -1,8 +1,8 @@
-"""Whether anything that `auto` contains is ever predicted faster: python -m benchmarks.settings [--write] (two hours)
+"""Checks that no family is predicted to be faster than `auto`: python -m benchmarks.settings [--write] (two hours)
 
-60 settings: six models, five machines, and memory that is ample or short. In each, `auto` and every family are planned as
-they are by default, with overlap, chunks and recomputation; where `auto` is slower than a family, the page says so. What
-was planned is kept in a file, and not planned again until that is gone, so that it may be done in parts.
+60 settings: six models, five machines, and ample or short memory. In each, `auto` and every family are planned with the
+default options, including overlap, chunks and recomputation; the page lists every setting in which `auto` is slower than a
+family. Results are kept in a file and not planned again until it is deleted, so that the command may run in parts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["MACHINES", "MODELS", "Outcome", "Setting", "behind", "contained", "o
 
 KEPT = Path(__file__).parent / "measured" / "settings.jsonl"
 
-#: Of the memory of the plan that is the fastest of all with ample memory.
+#: Short memory, relative to the memory of the plan of `auto` with ample memory.
 SHORT = 0.6
-_SLACK = 1.01  # over the least memory that there is a plan for
+_SLACK = 1.01  # times the least memory for which there is a plan
 _EQUAL = 1e-9
 
 Model = Callable[[int], tuple[nn.Module, tuple[torch.Tensor, ...]]]
@@ -67,7 +67,7 @@ def _unet(batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         return Denoiser(256, 32).to(torch.bfloat16), (images, images.clone())
 
 
-#: In words -> of a batch.
+#: Name -> factory of the model and its inputs, for a global batch size.
 MODELS: Mapping[str, Model] = {
     "GPT 4 × 5120": lambda batch: gpt(4, 5120, 40, 50304, batch, 2048),
     "GPT 4 × 1024": lambda batch: gpt(4, 1024, 16, 32000, batch, 1024),
@@ -76,7 +76,7 @@ MODELS: Mapping[str, Model] = {
     "U-Net 256": _unet,
     "perceptron 4096, 16384": lambda batch: chain(2, 4096, 16384, batch, 512),
 }
-#: In words -> the machine. A device has four samples of the batch.
+#: Name -> topology. Each device has four samples of the batch.
 MACHINES: Mapping[str, Topology] = {
     "4 × ethernet-25g": Topology.load("ethernet-25g").resized(4),
     "8 × dgx-h100": Topology.load("dgx-h100").resized(8),
@@ -89,13 +89,13 @@ _SAMPLES = 4
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A model on a machine with so much memory.
+    """The results for a model on a machine with ample or short memory.
 
     Attributes:
-        model, machine, memory: in words.
-        steps: family -> seconds of its plan's step; None: no plan fits.
-        gap: of the plan of `auto`.
-        recomputed, operators: how many it recomputes, and has.
+        model, machine, memory: Names; ``memory`` is "ample" or "short".
+        steps: Family -> step time of its plan in seconds; None if no plan fits.
+        gap: The gap of the plan of `auto`.
+        recomputed, operators: The numbers of recomputed operators and of all operators in the plan of `auto`.
     """
 
     model: str
@@ -107,24 +107,24 @@ class Setting:
     operators: int
 
     def seconds(self, name: str) -> float:
-        """Of a family's step; infinite where no plan fits."""
+        """The step time of a family in seconds; infinite if no plan fits."""
         found = self.steps[name]
         return math.inf if found is None else found
 
     @property
     def auto(self) -> float:
-        """Seconds of a step of `auto`."""
+        """The step time of `auto` in seconds."""
         return self.seconds("auto")
 
     @property
     def best(self) -> tuple[str, float]:
-        """The fastest family, and the seconds of its step."""
+        """The fastest family except `auto`, and its step time in seconds."""
         return min(((name, self.seconds(name)) for name in self.steps if name != "auto"), key=lambda one: one[1])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What was planned for a model on a machine with so much memory: family -> the plan; None: no plan fits."""
+    """The plans for a model on a machine with ample or short memory: family -> plan; None if no plan fits."""
 
     model: str
     machine: str
@@ -133,7 +133,7 @@ class Outcome:
 
     @property
     def setting(self) -> Setting:
-        """In numbers."""
+        """The figures of the plans."""
         auto = self.plans["auto"]
         steps = {name: None if plan is None else plan.predicted.step_seconds for name, plan in self.plans.items()}
         about = (0.0, 0, 0) if auto is None else (auto.gap, len(auto.recomputed), len(auto.operators))
@@ -143,7 +143,7 @@ class Outcome:
 def outcomes(
     model: str, machine: str, memories: Sequence[str] = ("ample", "short"), families: Sequence[str] = tuple(FAMILIES)
 ) -> list[Outcome]:
-    """`auto` and every family on one machine, with ample memory and with little."""
+    """Plans `auto` and every family on one machine, with ample and with short memory."""
     topology = MACHINES[machine]
     module, args = MODELS[model](_SAMPLES * topology.devices)
     captured = capture(module, args)
@@ -169,7 +169,7 @@ def _plan(captured: Captured, topology: Topology, name: str, memory: float) -> P
 
 
 def _short(captured: Captured, topology: Topology, whole: float) -> float:
-    """Less memory than the fastest plan takes, but enough for some plan."""
+    """A memory limit in bytes: a fraction of ``whole``, or a little more than any plan needs, whichever is feasible."""
     try:
         plan_captured(captured, topology, Options("auto", memory=SHORT * whole))
     except MemoryBoundError as error:
@@ -178,7 +178,7 @@ def _short(captured: Captured, topology: Topology, whole: float) -> float:
 
 
 def behind(found: Sequence[Setting]) -> list[str]:
-    """Where `auto` is slower than a family, in words."""
+    """A line of text for every family that is faster than `auto` in a setting."""
     said = []
     for one in found:
         for name in one.steps:
@@ -189,10 +189,10 @@ def behind(found: Sequence[Setting]) -> list[str]:
 
 
 def contained(captured: Captured, plan: Plan) -> Plan:
-    """What `auto` makes of a plan's choices, all of them pinned: its own plan, if the plan is in its space.
+    """Plans with `auto` and all choices of ``plan`` pinned, to check that ``plan`` is in the search space of `auto`.
 
     Raises:
-        ConstraintError: it is not.
+        ConstraintError: The pinned choices are not in the search space.
     """
     pins = [
         f"{op.name}="
@@ -226,7 +226,7 @@ def _resting(plan: Plan) -> dict[str, str]:
 
 
 def report(found: Sequence[Setting]) -> str:
-    """The page."""
+    """The text of the page."""
     rows = []
     for one in found:
         name, seconds = one.best
@@ -258,7 +258,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def make(models: Sequence[str], machines: Sequence[str], **_: Any) -> str:
-    """The predicted step of `auto` against every family."""
+    """Compares the predicted step time of `auto` with that of every family."""
     known = {(one.model, one.machine) for one in _kept()}
     for model in models:
         for name in machines:

@@ -25,13 +25,13 @@ import autotp
 from benchmarks.models import trained
 from costmodel.text.files import write_atomically
 
-#: Steps of a plan at each turn before any is timed, and then timed. After another plan's steps a process has to ask for its
-#: memory anew, page by page, which in training happens once.
+#: The numbers of untimed and then of timed steps in each turn of a plan. After steps of another plan, a process has to
+#: request its memory from the system again, page by page, which happens only once in training.
 WARM_UP, TIMED = 1, 2
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """What programs take that time plans of one model."""
+    """A parser for the arguments of all programs that time plans of one model."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("model", help="a name that benchmarks.models.trained knows")
     parser.add_argument("plans", type=Path, help="a folder of plans, NAME.json each")
@@ -60,12 +60,17 @@ def medians(
     first: bool = True,
     clock: Callable[[Callable[[], Any]], float] | None = None,
 ) -> dict[str, float]:
-    """Seconds of each step, which take turns of so many timed steps; ``first``, before those, one of none.
+    """Median seconds of each step. Steps take turns: in every round, each has warm-up steps and then timed steps.
 
-    ``clock`` runs a step and gives its seconds; left out, those from the first rank's beginning to the last one's end.
+    Each round has another random order, the same on all ranks. Otherwise, the state that a step leaves behind, such as
+    memory that is held or was returned, would always affect the same step after it.
 
-    Turns are in another order every time, the same on all ranks: what a step leaves behind, as memory that has been given
-    back or is held, would else always fall on the same one after it.
+    Args:
+        steps: Name -> a function that runs the step.
+        rounds: The number of rounds.
+        timed_steps: The number of timed steps of each turn.
+        first: Whether to run an untimed round first.
+        clock: Runs a step and returns its seconds; `timed` by default.
     """
     clock = clock or timed
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -79,10 +84,10 @@ def medians(
 
 
 def finish(found: Mapping[str, float] | float, out: Path) -> NoReturn:
-    """Writes what was found, on rank 0, and ends the job.
+    """Writes the results on rank 0, and ends the job.
 
-    The process ends at once: threads of groups that DDP and FSDP2 still hold may abort an interpreter that ends by and by
-    (pytorch issue 190489).
+    The process exits without the interpreter's shutdown, in which threads of process groups that DDP and FSDP2 still hold
+    may abort it (pytorch issue 190489).
     """
     if dist.get_rank() == 0:
         write_atomically(out, json.dumps(found))
@@ -94,14 +99,14 @@ def finish(found: Mapping[str, float] | float, out: Path) -> NoReturn:
 
 
 def step_of(parallel: torch.nn.Module, args: tuple) -> None:
-    """A forward and a backward pass."""
+    """Runs a forward and a backward pass, and drops the gradients."""
     parallel(*args).backward()
     for parameter in parallel.parameters():
         parameter.grad = None
 
 
 def timed(step: Callable[[], Any]) -> float:
-    """Seconds of a step, from the first rank to begin to the last to end."""
+    """Runs a step; returns the seconds from its start on the first rank to its end on the last one."""
     dist.barrier()
     begin = time.monotonic()
     step()

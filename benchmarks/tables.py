@@ -1,4 +1,4 @@
-"""Markdown tables, and the files that hold them."""
+"""Markdown tables, and the commands that generate pages of the documentation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def machine() -> str:
-    """The machine that the command runs on, in words."""
+    """A text that describes the machine on which the command runs."""
     return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
 
 
@@ -32,21 +32,21 @@ def command(
     make: Callable[..., str | tuple[str, Mapping[str, str]]],
     options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> None:
-    """Prints what ``make`` returns; with ``--write`` it replaces the file in docs/, whole or not at all.
+    """Runs a benchmark's command: prints the text that ``make`` returns; with ``--write``, also replaces a file in docs/.
 
     Args:
-        name: of the benchmark.
-        file: in docs/.
-        make: gives the text, or the text and other files in docs/ that it shows. What ``options`` adds, and ``write``, are
-            its arguments where there are options.
-        options: adds arguments of its own; None: there are none.
+        name: The name of the benchmark's module.
+        file: The file in docs/, replaced atomically.
+        make: Returns the text, or the text and other files in docs/ that it shows. If ``options`` is given, ``make`` is
+            called with all options as keyword arguments, including ``write``.
+        options: Adds further options to the parser.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=make.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write docs/{file} too")
     if options is not None:
         options(parser)
     chosen = parser.parse_args()
-    logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of hundreds of plans replicates is no news
+    logging.getLogger("autotp").setLevel(logging.ERROR)  # hide the warnings of every plan about replicated operators
     made = make(**vars(chosen)) if options is not None else make()
     text, others = (made, {}) if isinstance(made, str) else made
     sys.stdout.write(text)
@@ -57,7 +57,7 @@ def command(
 
 
 def write(file: str, text: str) -> None:
-    """Replaces a file in docs/, whole or not at all."""
+    """Replaces a file in docs/ atomically."""
     target = DOCS / file
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, text)

@@ -1,4 +1,4 @@
-"""The results of the papers, as predicted by the cost model and the planner alone."""
+"""Trends that papers report, predicted by the cost model and the planner without measurements."""
 
 from __future__ import annotations
 

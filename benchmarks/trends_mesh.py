@@ -18,12 +18,12 @@ from benchmarks.tables import table
 from costmodel import Topology, volumes
 from passes.capture import Captured, capture
 
-#: Rows (tokens) are BATCH * SEQUENCE; as many heads as the most devices, since whole heads are split.
+#: There are BATCH * SEQUENCE rows (tokens), and as many heads as the largest number of devices, since heads are not cut.
 BATCH, SEQUENCE, HIDDEN, HEADS, ITEMSIZE = 4, 2048, 8192, 256, 2
 
 TENSOR3D = (4, 8, 16, 32, 64, 256)
 
-#: machine -> in words, and the numbers of devices.
+#: Machine -> (description, numbers of devices).
 ATP: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "flat": ("one level, 20 GB/s and 5 µs between any two", (4, 8, 16, 32, 64, 128, 256)),
     "tpu-v4-torus": ("links of each device's own in three dimensions", (4, 8, 16, 32, 64, 128, 256)),
@@ -39,8 +39,8 @@ class Volume:
     """Elements that each device receives for one transformer layer, forward and backward.
 
     Attributes:
-        planned: counted in the plan of a mesh of these two sizes; the planner chooses which way round to use it.
-        closed: by the closed form for ``q`` ways of columns and ``p`` of rows.
+        planned: The count in the plan on a mesh of these two sizes; the planner chooses which axis splits the columns.
+        closed: The closed form for ``q`` ways of columns and ``p`` ways of rows.
     """
 
     planned: float
@@ -49,12 +49,12 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What one transformer layer communicates on one mesh, forward and backward.
+    """The communication of one transformer layer on one mesh, forward and backward.
 
     Attributes:
-        mesh: sizes of its axes, outermost first.
-        d1, d2: ways in which the first product's columns and rows are split.
-        seconds: of its communication.
+        mesh: The sizes of the mesh axes, outermost first.
+        d1, d2: The numbers of ways in which the columns and rows of the first product are split.
+        seconds: The communication time.
     """
 
     mesh: tuple[int, ...]
@@ -65,13 +65,13 @@ class Split:
 
 @functools.cache
 def _captured() -> tuple[Captured, Captured]:
-    """Models of two layers and of three: their difference is one layer, without what the ends of a model cost."""
+    """Captured models of two and three layers, whose costs differ by exactly one layer."""
     two, three = (capture(*products(depth, HIDDEN, HEADS, BATCH, SEQUENCE)) for depth in (2, 3))
     return two, three
 
 
 def _plans(name: str, topology: Topology, mesh: tuple[int, ...]) -> tuple[Plan, Plan]:
-    """Plans that minimise communication: the devices compute in no time."""
+    """Plans of both models that minimize communication, since computation takes no time."""
     device = replace(topology.device, flops={"float32": 1e24}, memory_bandwidth=1e24)
     topology = replace(topology, device=device)
     chosen: Family = replace(family(name), roles=lambda axes: ["w" * axes])  # tensor-parallel axes only
@@ -89,14 +89,14 @@ def closed_form(q: float, p: float) -> float:
 
 
 def optimum() -> tuple[sympy.Symbol, sympy.Expr]:
-    """The number of devices G, and the q that is best for it when q and p = G/q may be any numbers."""
+    """The symbol G of the number of devices, and the q that minimizes traffic if q and p = G/q may be any real numbers."""
     devices = sympy.Symbol("G", positive=True)
     (best,) = sympy.solve(sympy.diff(volumes.LAYER["tensor3d"].subs(volumes.p, devices / volumes.q), volumes.q), volumes.q)
     return devices, best
 
 
 def tensor3d(devices: int) -> dict[tuple[int, int], Volume]:
-    """(q, p) -> what a layer receives, for every pair with that product. Without latency, traffic alone decides."""
+    """(q, p) -> the volume of a layer, for every pair whose product is ``devices``. Latency is 0: only traffic counts."""
     topology = Topology.flat(devices, latency=0.0)
     pairs = [(devices // p, p) for p in range(1, devices + 1) if devices % p == 0]
     planned = {}
@@ -109,7 +109,7 @@ def tensor3d(devices: int) -> dict[tuple[int, int], Volume]:
 
 
 def machine(name: str, devices: int) -> Topology:
-    """Without the overhead of collectives, which presets have from a fit."""
+    """The topology of a machine, without the fitted overhead of collectives that presets have."""
     if name != "flat":
         found = Topology.load(name).resized(devices)
         return replace(found, levels=tuple(replace(level, overhead=0.0) for level in found.levels))
@@ -117,7 +117,7 @@ def machine(name: str, devices: int) -> Topology:
 
 
 def atp(name: str, devices: int) -> list[Split]:
-    """One layer on every mesh of one or two axes; the first has one."""
+    """The communication of one layer on every mesh of one or two axes; the first mesh has one axis."""
     topology, found = machine(name, devices), []
     for mesh in candidate_meshes(devices, 2):
         two, three = _plans("atp", topology, mesh)
@@ -130,7 +130,7 @@ def atp(name: str, devices: int) -> list[Split]:
 
 
 def least(splits: list[Split]) -> Split:
-    """The mesh with the least communication."""
+    """The split with the least communication time."""
     return min(splits, key=lambda split: split.seconds)
 
 

@@ -1,4 +1,4 @@
-"""Where fully sharded data parallelism stops scaling, and from how many devices tensor parallelism overtakes it."""
+"""Predicts where FSDP stops scaling, and from how many devices tensor parallelism overtakes it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ITEMSIZE = 2
 DEVICES = (128, 256, 512, 1024, 2048)
 DEGREES = (1, 2, 4, 8)
 LOSS = 0.37
-"""Of throughput per device from 128 to 2048 devices: arXiv 2411.13055 [second]."""
+"""The relative loss of throughput per device from 128 to 2048 devices: arXiv 2411.13055 [second]."""
 
 HOST_POWER = 575.0
-"""Watts of a device's share of its node, which both powers of the preset dgx-h100 include (see its file)."""
+"""A device's share of its node's power in watts, which both powers of the preset dgx-h100 include (see its file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Assumed:
     """Assumptions where the paper gives no figures.
 
     Attributes:
-        tokens: of each device in a step (weak scaling): one sequence of so many for each device of a replica.
-        sequence: tokens of a sequence.
-        efficiency: share of the peak rate that the products reach: the paper's model-FLOP utilisation of H100s [second].
-        every_hop: the fitted latency is that of every hop of a ring, not only of those between nodes.
+        tokens: Tokens per device in a step (weak scaling): one sequence of this length for each device of a replica.
+        sequence: Tokens per sequence, which determine the cost of attention.
+        efficiency: The share of the peak rate that products reach: the paper's model-FLOP utilization of H100s [second].
+        every_hop: Whether the fitted latency applies to every hop of a ring, not only to hops between nodes.
     """
 
     tokens: int = 4096
@@ -45,9 +45,11 @@ class Step:
     """One training step.
 
     Attributes:
-        seconds: the whole step, and ``compute`` what every device computes in it.
-        throughput: tokens/s of one device.
-        power: watts of one device, and ``energy`` joules of one token, both with the device's share of its node.
+        seconds: The time of the whole step.
+        compute: The computation time of every device in it, in seconds.
+        throughput: Tokens per second of one device.
+        power: Watts of one device, including its share of its node.
+        energy: Joules per token, including the device's share of its node.
     """
 
     seconds: float
@@ -58,12 +60,12 @@ class Step:
 
     @property
     def exposed(self) -> float:
-        """Share of the step in which a device waits for communication."""
+        """The share of the step in which a device waits for communication."""
         return 1 - self.compute / self.seconds
 
     @property
     def device_power(self) -> float:
-        """Watts of the device without its share of the node."""
+        """The power of the device in watts, without its share of the node."""
         return self.power - HOST_POWER
 
 
@@ -79,11 +81,11 @@ def machine(devices: int, latency: float, assumed: Assumed) -> Topology:
 
 @functools.lru_cache(maxsize=4096)
 def step(devices: int, degree: int, latency: float, assumed: Assumed) -> Step:
-    """A step on ``devices``, ``degree`` of which hold a replica by tensor parallelism; the rest shard it.
+    """A step on ``devices``, with tensor parallelism of ``degree`` within a replica, and FSDP over the replicas.
 
-    Layer after layer the parameters are gathered, forward and again backward, and the gradients reduce-scattered: these are
-    prefetched or deferred, so they run under the layers' work (`costmodel.pipeline`). The all-reduces of tensor
-    parallelism are part of that work: nothing hides them.
+    Layer by layer, parameters are gathered in both passes and gradients are reduce-scattered. These collectives are
+    prefetched or deferred, so they overlap with the layers' computation (`costmodel.pipeline`). The all-reduces of tensor
+    parallelism are exposed.
     """
     topology = machine(devices, latency, assumed)
     mesh = (devices // degree, degree)
@@ -107,19 +109,19 @@ def step(devices: int, degree: int, latency: float, assumed: Assumed) -> Step:
 
 
 def all_reduced(degree: int, tokens: float) -> float:
-    """Bytes that a device receives for a layer's all-reduces: the closed form of Megatron's, forward and backward."""
+    """Bytes that a device receives for a layer's all-reduces, forward and backward: the closed form of Megatron."""
     form = volumes.LAYER["tensor3d"].subs({volumes.p: 1, volumes.q: degree, volumes.h: HIDDEN, volumes.m: tokens * degree})
     return ITEMSIZE * float(form)
 
 
 def loss(latency: float, assumed: Assumed) -> float:
-    """Share of the throughput per device that is lost from 128 to 2048 devices without tensor parallelism."""
+    """The relative loss of throughput per device from 128 to 2048 devices without tensor parallelism."""
     return 1 - step(DEVICES[-1], 1, latency, assumed).throughput / step(DEVICES[0], 1, latency, assumed).throughput
 
 
 @functools.cache
 def fitted(assumed: Assumed) -> float:
-    """The latency, in seconds per hop, with which `loss` is what the paper reports."""
+    """The latency, in seconds per hop, at which `loss` equals the paper's figure."""
     low, high = 0.0, 1e-3
     for _ in range(50):
         middle = (low + high) / 2
@@ -133,7 +135,7 @@ def predicted(devices: int, degree: int, assumed: Assumed) -> Step:
 
 @functools.cache
 def overtakes(degree: int, assumed: Assumed, most: int = 4096) -> int | None:
-    """The fewest devices, in whole nodes, on which that tensor degree has more throughput than none."""
+    """The fewest devices, in whole nodes, on which this tensor-parallel degree has more throughput than degree 1."""
     for devices in range(64, most + 1, 8):
         if predicted(devices, degree, assumed).throughput > predicted(devices, 1, assumed).throughput:
             return devices

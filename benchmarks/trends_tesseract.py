@@ -1,4 +1,4 @@
-"""Tesseract's strong scaling: what an implementation costs that broadcasts panel by panel, on nodes of 4 devices."""
+"""Predicts Tesseract's strong scaling for an implementation that broadcasts panel by panel, on nodes of 4 devices."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from costmodel import Topology, collectives, compute
 
 HIDDEN, BATCH, ITEMSIZE = 3072, 12, 4
 SHAPES = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN), (4 * HIDDEN, HIDDEN))
-"""k, n of a layer's linears: query, key and value as one, projection, MLP up and down."""
+"""(k, n) of the linears of a layer: fused query, key and value; projection; MLP up; MLP down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A row of the paper's strong-scaling table: sequences, and seconds of a step forward and backward."""
+    """A row of the paper's strong-scaling table: the number of sequences, and seconds of the forward and backward pass."""
 
     batch: int
     forward: float
@@ -35,7 +35,7 @@ PRINTED: Mapping[tuple[int, int], Printed] = {
     (4, 4): Printed(16, 0.0869, 0.2636),
     (8, 1): Printed(12, 0.1799, 0.5178),
 }
-"""(q, d) -> what arXiv 2105.14500 prints for [q, q, d]."""
+"""(q, d) -> the figures of arXiv 2105.14500 for [q, q, d]."""
 
 FITTED_TO = (4, 1), (8, 1)
 ORDER = (4, 4), (4, 2), (4, 1), (8, 1)
@@ -47,11 +47,12 @@ class Assumed:
     """Assumptions where the paper gives no figures.
 
     Attributes:
-        sequence: tokens of a sequence.
-        axes: the mesh, outermost first: ``d`` depth, ``c`` the devices of a column (B's panels travel along them), ``r``
-            those of a row (A's panels).
-        uplink: of a node of 4, bytes/s, and ``adapters`` the links that it is made of.
-        efficiency: share of the float32 peak rate.
+        sequence: Tokens per sequence.
+        axes: The mesh axes, outermost first: ``d`` is the depth; ``c`` are the devices of a column, along which panels of
+            B are broadcast; ``r`` are those of a row, along which panels of A are broadcast.
+        uplink: The bandwidth of the uplink of a node of 4 devices, in bytes/s.
+        adapters: The number of links that the uplink consists of.
+        efficiency: The share of the float32 peak rate.
     """
 
     sequence: int = 512
@@ -63,11 +64,11 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Two numbers, from the printed [4,4,1] and [8,8,1].
+    """Two numbers that are fitted to the printed times of [4,4,1] and [8,8,1].
 
     Attributes:
-        latency: seconds per message, from the quotient of the two.
-        scale: what one layer is multiplied by to give the printed [4,4,1]: the layers, which are not known here.
+        latency: Seconds per message, fitted to the ratio of the two times.
+        scale: The factor from one layer to the printed time of [4,4,1]; it replaces the unknown number of layers.
     """
 
     latency: float
@@ -75,7 +76,7 @@ class Fit:
 
 
 def machine(devices: int, latency: float, assumed: Assumed) -> Topology:
-    """A100s in nodes of 4."""
+    """A topology of A100s in nodes of 4."""
     base = Topology.load("dgx-a100")
     inside, outside = base.levels
     return replace(
@@ -89,11 +90,11 @@ def machine(devices: int, latency: float, assumed: Assumed) -> Topology:
 
 
 def layer(q: int, d: int, batch: int, latency: float, assumed: Assumed) -> tuple[float, float]:
-    """Seconds of one transformer layer's linears on [q, q, d]: forward and backward.
+    """Seconds of the linears of one transformer layer on [q, q, d]: (forward, backward).
 
-    A product broadcasts q panels of A along rows and q of B along columns. The backward pass, which computes the layer
-    again first, broadcasts B and reduces dA along rows, broadcasts A and reduces dB along columns, and all-reduces dB over
-    depth. A reduction takes as long as the broadcast that mirrors it. Nothing overlaps.
+    A product broadcasts q panels of A along rows and q panels of B along columns. The backward pass first recomputes the
+    layer; then it broadcasts B and reduces dA along rows, broadcasts A and reduces dB along columns, and all-reduces dB
+    over the depth. A reduction takes as long as the corresponding broadcast. Nothing overlaps.
     """
     topology = machine(q * q * d, latency, assumed)
     mesh = tuple(d if axis == "d" else q for axis in assumed.axes)
@@ -114,7 +115,7 @@ def layer(q: int, d: int, batch: int, latency: float, assumed: Assumed) -> tuple
 
 @functools.cache
 def fitted(assumed: Assumed) -> Fit:
-    """The latency with which [8,8,1] takes as many times [4,4,1] as printed, and the scale of the latter."""
+    """The latency at which the ratio of [8,8,1] to [4,4,1] is the printed one, and the scale of the latter."""
     base, large = FITTED_TO
     wanted = PRINTED[large].seconds / PRINTED[base].seconds
 
@@ -132,20 +133,20 @@ def fitted(assumed: Assumed) -> Fit:
 
 
 def predicted(q: int, d: int, batch: int, assumed: Assumed) -> tuple[float, float]:
-    """Seconds of a step on [q, q, d]: forward and backward."""
+    """Seconds of a step on [q, q, d]: (forward, backward)."""
     fit = fitted(assumed)
     forward, backward = layer(q, d, batch, fit.latency, assumed)
     return fit.scale * forward, fit.scale * backward
 
 
 def in_order(assumed: Assumed) -> bool:
-    """Whether the steps come in the paper's order."""
+    """Whether the predicted step times have the same order as the paper's."""
     seconds = [sum(predicted(*of, PRINTED[of].batch, assumed)) for of in ORDER]
     return all(a < b for a, b in zip(seconds, seconds[1:], strict=False))
 
 
 def headline(assumed: Assumed) -> float:
-    """How many times faster [4,4,4] is than [8,8,1] on the same 16 sequences."""
+    """The speedup of [4,4,4] over [8,8,1] for the same 16 sequences."""
     return sum(predicted(8, 1, 16, assumed)) / sum(predicted(4, 4, 16, assumed))
 
 

@@ -1,4 +1,4 @@
-"""Traffic counted while rewritten graphs run, compared with the closed forms of the papers."""
+"""Counts the traffic of rewritten graphs while they run, and compares it with the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CountingWorld(LocalWorld):
     """Runs every device of a mesh in this process and adds up the elements that one device receives.
 
     Attributes:
-        elements: kind of collective -> elements received, in a ring: 2 (n-1)/n of the tensor for an all-reduce over n
-            devices, (n-1)/n for the others (of the whole result of an all-gather).
+        elements: Kind of collective -> elements received in a ring: 2 (n-1)/n of the tensor for an all-reduce over n
+            devices, (n-1)/n for the other kinds (of the full result for an all-gather).
     """
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
@@ -54,7 +54,7 @@ class CountingWorld(LocalWorld):
 
     @property
     def total(self) -> float:
-        """Elements received in all."""
+        """The total number of received elements."""
         return sum(self.elements.values())
 
     def _count(self, kind: str, axes: tuple[int, ...], sent: float) -> None:
@@ -83,7 +83,7 @@ class CountingWorld(LocalWorld):
 
 
 def closed_form(kind: str, name: str, values: Mapping[str, int]) -> float:
-    """Elements for one pair of linear layers, or for one transformer layer, according to the closed form."""
+    """Elements that one device receives for a pair of linear layers or a transformer layer, by the closed form."""
     known = {getattr(volumes, symbol): value for symbol, value in values.items()}
     rows = {volumes.m: BATCH * SEQUENCE}
     if kind == "layer":
@@ -95,9 +95,9 @@ def closed_form(kind: str, name: str, values: Mapping[str, int]) -> float:
 
 
 def counted(kind: str, name: str, roles: str, mesh: tuple[int, ...]) -> tuple[float, set[str]]:
-    """Elements that one device receives for one pair or layer, forward and backward, and the schemes' names.
+    """Elements that one device receives for one pair or layer, forward and backward, and the names of the schemes.
 
-    The difference between a model of three and one of two, so that what the ends of the model cost drops out.
+    Computed as the difference between models of three and of two layers, to exclude the first and last operators.
     """
     totals, names = [], set()
     for depth in (2, 3):

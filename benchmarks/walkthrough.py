@@ -1,8 +1,8 @@
-"""The outputs in docs/walkthrough.md and the screenshots of docs/cli-gallery.md: python -m benchmarks.walkthrough [--write]
+"""Updates docs/walkthrough.md and the screenshots of docs/cli-gallery.md: python -m benchmarks.walkthrough [--write]
 
-The page is its own source: every command in its ``console`` blocks is run, in order and in a scratch directory that has the
-files of ``examples/walkthrough``, and what it prints replaces what stood below it. A block may say how much of it is shown
-(``<!-- the last 12 lines -->``) and a command how it ends (``# exits with 1``).
+The page is its own source: every command in its ``console`` blocks is run, in order and in a scratch directory with the
+files of ``examples/walkthrough``, and its output replaces the text below it. A block may limit the output that is shown
+(``<!-- the last 12 lines -->``), and a command may declare its exit code (``# exits with 1``).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ EXAMPLE = DOCS.parent / "examples" / "walkthrough"
 PAGE = "walkthrough.md"
 WIDTH = 110
 
-#: Commands are run as if in a terminal of this kind.
+#: The environment of the terminal in which commands are run.
 TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
 BLOCK = re.compile(r"(?:<!-- the last (?P<last>\d+) lines -->\n)?```console\n\$ (?P<command>autotp .*)\n[^`]*```\n")
 
 SPEC = "--model model.py:build"
 
-#: Screenshot -> the command, and what it is for. They read the plans that the page's commands have saved.
+#: Screenshot -> (command, caption). The commands read the plans that the commands of the page have saved.
 GALLERY = {
     "topology": ("autotp topology", "The built-in topologies."),
     "plan": (
@@ -82,7 +82,7 @@ GALLERY = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the page: as written, the exit code that it announces, and how many of the last lines are shown."""
+    """A command of the page: its text, the declared exit code, and the number of last lines to show (None for all)."""
 
     text: str
     code: int
@@ -106,7 +106,7 @@ def _command(found: re.Match[str]) -> Command:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """The working directory, for a while: one with the example's files."""
+    """Changes to a temporary working directory with the example's files, until the end of the block."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -118,7 +118,7 @@ def scratch() -> Iterator[Path]:
 
 
 def run(words: Sequence[str]) -> tuple[int, Text, str]:
-    """Runs a command in this process and the working directory: its exit code, what it prints in colour, and its errors."""
+    """Runs a command in this process and working directory; returns its exit code, colored output, and stderr."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with _terminal(), redirect_stdout(out), redirect_stderr(err):
         try:
@@ -142,23 +142,23 @@ def _terminal() -> Iterator[None]:
 
 
 def _untimed(text: Text) -> Text:
-    """Without how long planning took, which is another time each time."""
+    """Removes the time of planning, which differs in every run."""
     found = re.search(r" *\(captured in [^)]*\)", text.plain)
     return text if found is None else text[: found.start()] + text[found.end() :]
 
 
 def plain(text: Text, last: int | None = None) -> str:
-    """What is shown in the page."""
+    """The output as it is shown in the page."""
     lines = [line.rstrip() for line in text.plain.rstrip().splitlines()]
     shown = lines if last is None else lines[-last:]
     return "\n".join([*(["…"] if len(shown) < len(lines) else []), *shown]) + "\n"
 
 
 def filled(page: str) -> str:
-    """The page with the output of each of its commands, which leave their files in the working directory.
+    """The page with the output of each of its commands, which write their files to the working directory.
 
     Raises:
-        AssertionError: a command ends otherwise than the page says.
+        AssertionError: A command has an exit code other than the declared one.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -172,7 +172,7 @@ def filled(page: str) -> str:
 
 
 def screenshot(name: str, command: str) -> str:
-    """An SVG of a command and what it prints, which needs nothing from the network."""
+    """An SVG of a command and its output, without references to fonts on the network."""
     _, text, _ = run(shlex.split(command)[1:])
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     text.rstrip()
@@ -184,7 +184,7 @@ def screenshot(name: str, command: str) -> str:
 
 
 def gallery() -> str:
-    """The page of screenshots."""
+    """The text of the page of screenshots."""
     shown = "\n".join(
         f"## {name.replace('-', ': ')}\n\n{said}\n\n![{command.replace('[', '').replace(']', '')}](images/cli-{name}.svg)\n"
         for name, (command, said) in GALLERY.items()
@@ -200,7 +200,7 @@ command, and `--json` prints its output in machine-readable form.
 
 
 def make() -> tuple[str, dict[str, str]]:
-    """Runs every command of the walk-through and of the gallery: the page, and the other files by name."""
+    """Runs every command of the walk-through and of the gallery; returns the page, and name -> other file."""
     with scratch():
         page = filled((DOCS / PAGE).read_text())
         pictures = {f"images/cli-{name}.svg": screenshot(name, command) for name, (command, _) in GALLERY.items()}

@@ -1,6 +1,6 @@
-"""Training that survives kills, and goes on with more or fewer processes: every start plans anew, and loads what is saved.
+"""Train through kills, and resume with more or fewer processes: every start plans anew and loads the last checkpoint.
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or torch 2.13's restarts find the addresses of the processes before
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # otherwise, restarts of torch 2.13 find the addresses of earlier processes
 torchrun --standalone --nproc-per-node 4 --max-restarts 1 examples/elastic.py checkpoints --steps 12 --kill-at 7
 torchrun --standalone --nproc-per-node 2 examples/elastic.py checkpoints --steps 18
 """
@@ -21,24 +21,24 @@ import autotp
 
 
 def build() -> nn.Module:
-    """A layer of a transformer, and what stands behind it."""
+    """A transformer layer and a linear layer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), nn.Linear(16, 16)).double()
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """What is trained, on the global batch of a step, whose number is the seed: to turn each row around."""
+    """The loss of the task, to reverse each row, on the global batch of a step; the step is the seed."""
     rows = torch.randn(8, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return (model(rows) - rows.flip(-1)).square().mean()
 
 
 def main(folder: Path, steps: int, kill_at: int | None) -> None:
-    """Train from the last checkpoint on; the first start may lose its last process."""
+    """Train from the last checkpoint on; at step ``kill_at``, the last process of the first start is killed."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     example = torch.empty(8, 6, 16, dtype=torch.float64)
     parallel = autotp.parallelize(build(), args=(example,), strategy="tensor3d", mesh=square_mesh(ranks))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    if done := max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0):  # which is written last
+    if done := max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0):  # written last
         weights, moments = get_state_dict(parallel, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / str(done))
         set_state_dict(parallel, optimizer, model_state_dict=weights, optim_state_dict=moments)

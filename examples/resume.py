@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 examples/resume.py zero3
     python examples/resume.py
 
-Each goes on where the last one ended, with the losses of one uninterrupted run.
+Each command resumes where the last one ended, with the losses of one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FOLDER, RANK = Path("checkpoints"), os.environ.get("RANK")
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
-    """The global batch of a step, which is its seed."""
+    """The global batch of a step; the step is the seed."""
     ids = torch.randint(96, (8, 16), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
 
 def main(strategy: str = "auto", steps: str = "4") -> None:
-    """Trains for some steps from the last checkpoint, if there is one, and leaves another."""
+    """Train for some steps from the last checkpoint, if there is one, and save another."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     model: Any = BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4)).double().train()

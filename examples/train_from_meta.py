@@ -18,15 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autotp
 
 STEPS, MICRO_BATCHES, BATCH, TOKENS = 6, 4, 4, 16
-ROWS = torch.arange(TOKENS) + torch.arange(STEPS * MICRO_BATCHES * BATCH)[:, None] % 16  # each counts on
+ROWS = torch.arange(TOKENS) + torch.arange(STEPS * MICRO_BATCHES * BATCH)[:, None] % 16  # rows count up
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 CONFIG = LlamaConfig(**SIZES, intermediate_size=128, use_cache=False)
 
 
 def main(folder: Path) -> None:
-    """Reads ``pretrained`` in the folder, and writes the checkpoints."""
+    """Train from the weights in ``folder / "pretrained"``, and write checkpoints to ``folder``."""
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if dist.get_rank() == 0:  # in place of a download
+    if dist.get_rank() == 0:  # instead of a download
         LlamaForCausalLM(CONFIG).save_pretrained(folder / "pretrained")
     dist.barrier()
 
@@ -35,11 +35,11 @@ def main(folder: Path) -> None:
         model = LlamaForCausalLM(CONFIG)
     parallel = autotp.parallelize(model, kwargs=micro_batches[0], precision="bf16-mixed", accumulate=MICRO_BATCHES)
     assert isinstance(parallel, autotp.DistributedModule)
-    autotp.load_pretrained(parallel, folder / "pretrained")  # each rank reads its own parts
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)  # of float32 parameters
+    autotp.load_pretrained(parallel, folder / "pretrained")  # each rank reads only its own shards
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)  # the parameters are float32
 
     for number, batch in enumerate(micro_batches, start=1):
-        last = number % MICRO_BATCHES == 0  # the gradients of a step are reduced once
+        last = number % MICRO_BATCHES == 0  # the gradients are reduced once per step
         with contextlib.nullcontext() if last else parallel.no_sync():
             loss = parallel(**batch).loss / MICRO_BATCHES
             loss.backward()

@@ -45,7 +45,7 @@ def build() -> nn.Module:
         use_cache=False,
     )
     model = GPT2LMHeadModel(config)
-    # The loss that Transformers falls back to for this class anyway, but with a warning from every rank.
+    # Transformers would fall back to this loss anyway, but with a warning on every rank.
     model.loss_type = "ForCausalLM"
     return model
 

@@ -18,7 +18,7 @@ BATCH, TOKENS = 8, 32
 
 
 def main() -> None:
-    """Trains for three epochs, and evaluates."""
+    """Train for three epochs, and evaluate."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=False))

@@ -1,4 +1,4 @@
-"""A small U-Net: convolutions, group norms, residual blocks, and skips from the way down to the way up."""
+"""A small U-Net: convolutions, group norms, residual blocks, and skips from the encoder to the decoder."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from passes.capture import Captured, capture
 
 
 def run(captured: Captured, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The graph on the model's own state: the user's outputs, and new buffers by name."""
+    """Runs the graph on the model's own state; returns the user's outputs, and new buffers by name."""
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     flat = captured.graph_module(
         *(state[n] for n in captured.parameters.values()),
@@ -25,13 +25,13 @@ def run(captured: Captured, model: nn.Module, args: Any, kwargs: Any) -> tuple[A
 
 
 def scalar(output: Any) -> torch.Tensor:
-    """One number on which all of an output's floating-point leaves have a say."""
+    """A weighted sum of all floating-point leaves of an output that require gradients."""
     floats = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad]
     return sum((t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape)).sum() for t in floats)
 
 
 def compare(model: nn.Module, args: Any, kwargs: Any, captured: Captured, tolerance: float = 1e-12) -> None:
-    """Outputs, gradients and changed buffers of the graph and of the model itself agree."""
+    """Checks that outputs, gradients and changed buffers of the graph equal those of the model."""
     before = {n: b.detach().clone() for n, b in model.named_buffers()}
     got, changed = run(captured, model, args, kwargs)
     for name, buffer in model.named_buffers():
@@ -58,7 +58,7 @@ def compare(model: nn.Module, args: Any, kwargs: Any, captured: Captured, tolera
 
 
 def check(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
-    """Captures a small model in float64 and compares it with the model itself."""
+    """Captures a small model in float64, compares it with the model, and returns it."""
     model = model.double()
     captured = capture(model, args, kwargs)
     compare(model, args, kwargs, captured)
@@ -71,12 +71,12 @@ def check(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
 
 
 def targets(captured: Captured) -> list[str]:
-    """Names of the operators of a captured graph, in order."""
+    """The names of a captured graph's operators, in order."""
     return [str(n.target) for n in captured.graph_module.graph.nodes if n.op == "call_function"]
 
 
 def program(function: Any, *, size: int = 8) -> nn.Module:
-    """A model: ``function(self, self.linear(x), ...)`` with a buffer ``state`` of 8 numbers."""
+    """A model that computes ``function(self, self.linear(x), ...)``, with a buffer ``state`` of 8 numbers."""
 
     class Program(nn.Module):
         def __init__(self) -> None:

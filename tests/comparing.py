@@ -19,7 +19,7 @@ def close(got, want, scale, name):
 
 
 def proven_least(plan, least, seed):
-    """Whether a plan says that it is optimal; its step and gap must agree with the least step of an exhaustive search."""
+    """Checks a plan's step and gap against the least step of an exhaustive search; returns whether it claims optimality."""
     step = plan.predicted.step_seconds
     assert step >= least * (1 - 1e-9), seed
     assert step * (1 - plan.gap) <= least * (1 + 1e-9), seed

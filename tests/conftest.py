@@ -1,4 +1,4 @@
-"""What tests of several folders share: the command line in this process, and that a file leaves nothing to the next."""
+"""Fixtures of several folders: the command line in this process, and a check that no test file leaves job state behind."""
 
 import os
 from unittest import mock
@@ -11,7 +11,7 @@ from autotp.cli import main
 
 @pytest.fixture
 def run_cli():
-    """Runs an ``autotp`` command in this process, and returns its exit code."""
+    """Returns a function that runs an ``autotp`` command in this process, and returns its exit code."""
 
     def run(*words: object) -> int:
         with pytest.raises(SystemExit) as ended:
@@ -31,7 +31,7 @@ def one_rank():
 
 @pytest.fixture(scope="module", autouse=True)
 def leaves_no_job():
-    """Frameworks set variables that make others believe in a job of several processes."""
+    """Restores the environment variables with which frameworks announce a job; fails if a process group is left."""
     with mock.patch.dict(os.environ):
         yield
     if dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Machines to plan for, so slow that dividing work pays even for the tiny models of tests.
+"""Machines to plan for, so slow that sharding pays even for the tiny models of tests.
 
-On a fast device, the best plan for a tiny model is to compute everything everywhere, and nothing would be tested.
+On a fast device, the best plan for a tiny model replicates everything, so that nothing would be tested.
 """
 
 import math
@@ -16,5 +16,5 @@ SMALL = Device("slow", {"float32": 1e7}, 1e9, 1e7, 0.0)
 
 
 def slow_machine(mesh: tuple[int, ...]) -> autotp.Topology:
-    """Slow devices for a mesh, with links on which communication costs almost nothing."""
+    """A machine of slow devices for a mesh, with links on which communication costs almost nothing."""
     return autotp.Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=SLOW)

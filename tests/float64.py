@@ -1,7 +1,7 @@
-"""Double precision all the way: models that cast to float32 inside are made to compute in float64.
+"""Double precision throughout: models that cast to float32 internally compute in float64 instead.
 
-Hugging Face norms, rotary embeddings and softmaxes ask for float32 by name. Under :func:`float64_mode` such
-requests give float64, eagerly and while ``torch.export`` traces, so that tests can ask for 1e-9.
+Hugging Face norms, rotary embeddings and softmaxes request float32 by name. Under :func:`float64_mode`, such
+requests give float64, in eager mode and while ``torch.export`` traces, so that tests can require 1e-9.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _widen(value: Any) -> Any:
 
 
 class Float64(TorchFunctionMode):
-    """Turns ``torch.float32`` arguments and ``Tensor.float`` into float64."""
+    """Replaces ``torch.float32`` arguments and ``Tensor.float`` by float64."""
 
     def __torch_function__(
         self,
@@ -32,7 +32,7 @@ class Float64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` with every float32 dtype among its arguments replaced."""
+        """Calls ``func`` with every float32 dtype among its arguments replaced."""
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.set_default_dtype:
@@ -42,7 +42,7 @@ class Float64(TorchFunctionMode):
 
 @contextlib.contextmanager
 def float64_mode() -> Iterator[None]:
-    """Within this context the default dtype is float64, and float32 asked for by name gives float64."""
+    """Within this context, the default dtype is float64, and float32 requested by name gives float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

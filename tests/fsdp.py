@@ -1,4 +1,4 @@
-"""FSDP2 on one process, for precision tests: the numbers that a policy is to give."""
+"""FSDP2 on one process, for precision tests: the numbers that a policy must give."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_process() -> Iterator[DeviceMesh]:
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
-    """The model under FSDP2; batch norms are wrapped by themselves, since torch has no kernel for them otherwise."""
+    """Shards a model by FSDP2; batch norms are wrapped separately, as torch has no kernel for them otherwise."""
     alone = dataclasses.replace(policy, param_dtype=None, output_dtype=None)
     for module in list(model.modules()):
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -1,6 +1,4 @@
-"""Instances of the abstract integer program: small random ones, and a transformer layer with layouts that
-mean something.
-"""
+"""Instances of the abstract integer program: small random ones, and a transformer layer with meaningful layouts."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ Layout = tuple[str, ...]
 
 
 def small_problem(seed: int) -> Problem:
-    """Up to four nodes: shared tensors, repeated uses, wants of none, loops, impossible reshards, many
-    magnitudes.
-    """
+    """Up to four nodes: shared tensors, repeated uses, uses that want none, loops, impossible reshards, many magnitudes."""
     rng = np.random.default_rng(seed)
     integers = rng.random() < 0.5  # many ties
 
@@ -42,7 +38,7 @@ def small_problem(seed: int) -> Problem:
         if rng.random() < 0.4:
             cost[rng.random((rows, columns)) < 0.25] = math.inf
         memory = rng.integers(0, 4, columns) * float(rng.random() < 0.7) + np.zeros((rows, columns))
-        if rng.random() < 0.3:  # rows differ, as where some of them hold nothing
+        if rng.random() < 0.3:  # rows differ, as if some of them hold nothing
             memory = memory * rng.integers(0, 2, (rows, 1))
         temporary = rng.integers(0, 6, (rows, columns)) * float(rng.random() < 0.7)
         have = rng.integers(0, rows, sizes[producer])
@@ -51,7 +47,7 @@ def small_problem(seed: int) -> Problem:
 
 
 def brute_force(problem: Problem) -> tuple[float, float]:
-    """Least seconds and least bytes of any possible assignment; ``inf`` if there is none."""
+    """The least seconds and the least bytes of all feasible assignments; ``inf`` if there is none."""
     best = least = math.inf
     for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
         found = evaluate(problem, choice)
@@ -60,7 +56,7 @@ def brute_force(problem: Problem) -> tuple[float, float]:
     return best, least
 
 
-# name, operands, factors that may be split, factors of the result, factors of the weight
+# name, operands, factors that may be sharded, factors of the result, factors of the weight
 _BLOCK = [
     ("norm1", ["x"], "bs", "bsd", "d"),
     ("q", ["norm1"], "bshd", "bsh", "hd"),
@@ -123,9 +119,7 @@ class _Layer:
 
 
 def transformer_layer(mesh: tuple[int, ...], copies: int = 32) -> Problem:
-    """A layer folded onto itself (its output is its own input) with a head: per mesh axis any factor may
-    be split.
-    """
+    """A layer folded onto itself (its output is its own input) with a head; each mesh axis may shard any factor."""
     layer = _Layer(mesh, copies)
     nodes: list[Node] = []
     index: dict[str, int] = {}

@@ -16,7 +16,7 @@ class Language(nn.Module):
         return F.cross_entropy(self.out(self.table(ids)).flatten(0, 1), labels.flatten())
 
 
-#: The vocabulary over one axis and, where there is another, tokens over that.
+#: Pins that shard the vocabulary over one axis; tokens may be sharded over another.
 SHARDED = ["embedding=v@y", "linear=n@y", "cross_entropy_loss=v@y"]
 
 

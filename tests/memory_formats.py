@@ -1,4 +1,4 @@
-"""Tensors of the same numbers in other places in memory, and an operator whose operands and gradients are such."""
+"""Tensors of equal values in different memory formats, and an operator with such operands and gradients."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from passes.graph import annotate, differentiable, note_of
 
 __all__ = ["FORMATS", "laid", "scatter_formats"]
 
-#: ``open`` leaves dims of size 1 the strides that views may leave them; ``expanded`` has a dim of stride 0.
+#: ``open`` gives dims of size 1 arbitrary strides, as views may leave them; ``expanded`` has a dim of stride 0.
 FORMATS = ("contiguous", "reversed", "channels last", "every second", "open", "open, channels last", "expanded")
 
 
 def laid(tensor: Tensor, form: str, rng: random.Random) -> Tensor:
-    """A tensor of the same numbers, in a different memory format; ``expanded`` needs numbers that are equal along dim 0."""
+    """A tensor of the same values in another memory format; ``expanded`` needs values that are equal along dim 0."""
     rank = tensor.dim()
     if form == "reversed":
         return _in_order(tensor, list(reversed(range(rank))))
@@ -45,7 +45,7 @@ def _in_order(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 class _Laid(torch.autograd.Function):
-    """A tensor in one form; its gradient in another."""
+    """Returns a tensor in one format, and its gradient in another."""
 
     @staticmethod
     def forward(ctx, x, form, gradient, seed):
@@ -58,14 +58,14 @@ class _Laid(torch.autograd.Function):
 
 
 def scatter_formats(graph: fx.Graph, target: fx.Node, operands: dict[str, str], gradient: str, seed: int) -> None:
-    """Gives an operator of a sharded graph operands in these forms, and gradients of its results in this one.
+    """Gives an operator of a sharded graph operands in given formats, and gradients of its results in another.
 
     Args:
         graph: a sharded graph.
         target: the captured operator.
-        operands: name of a placeholder -> form.
-        gradient: form.
-        seed: for strides that may be anything.
+        operands: name of a placeholder -> format.
+        gradient: format.
+        seed: for arbitrary strides.
     """
     for number, node in enumerate(list(graph.nodes)):
         form = operands.get(node.name if node.op == "placeholder" else note_of(node).tensor)

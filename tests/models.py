@@ -1,7 +1,7 @@
-"""Tiny models that the whole suite shares: each factory gives ``(model, args, kwargs)``.
+"""Tiny models shared by the whole suite: each factory returns ``(model, args, kwargs)``.
 
-Every one is deterministic (its own seed, no dropout), in training mode, and small enough for a step of a few
-milliseconds. Sizes divide by eight wherever a mesh axis may want to split them, except the four heads.
+Every model is deterministic (its own seed, no dropout), in training mode, and small enough for a step of a few
+milliseconds. Sizes are divisible by eight wherever a mesh axis may shard them, except the four heads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 
 
 def llama_logits() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The same Llama without labels: the logits come out whole."""
+    """The same Llama without labels: it returns the whole logits."""
     model, ids = _llama()
     return model, (), {"input_ids": ids}
 
@@ -135,7 +135,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, image: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The predicted image, or its mean squared error where a target is given."""
+        """The predicted image, or its mean squared error if a target is given."""
         fine = self.fine(self.stem(image))
         h = self.middle(self.coarse(self.down(fine)))
         h = self.up(nn.functional.interpolate(h, scale_factor=2.0, mode="nearest"))

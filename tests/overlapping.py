@@ -16,7 +16,7 @@ from passes.overlap.schedule import Task
 
 
 class Block(nn.Module):
-    """Normalization, a perceptron and a residual: everything that is difficult in chunks."""
+    """Normalisation, a perceptron and a residual connection: everything that is difficult with chunks."""
 
     def __init__(self, width):
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Blocks, and a loss that ignores some labels: its mean divides by the number of the others, on all devices."""
+    """Blocks, and a loss that ignores some labels: its mean divides by the number of all other labels, on all devices."""
 
     def __init__(self, width=8, words=16):
         super().__init__()
@@ -56,20 +56,20 @@ def tokens():
 
 
 def planned(model, args, strategy="megatron-1d", mesh=(2,), **more):
-    """A plan for a network on which communication takes time; no panels, unless the planner is given other options."""
+    """Plans for a network on which communication takes time; no panels, unless the planner is given other options."""
     topology = autotp.Topology.flat(torch.tensor(mesh).prod().item(), bandwidth="1 GB/s", latency="10 us")
     return autotp.plan(model, topology, args, strategy=strategy, mesh=mesh, panels=1, **more)
 
 
 def gradients(model, loss):
-    """The gradients of all parameters, which are cleared first."""
+    """Clears the gradients of all parameters, computes those of a loss, and returns them by name."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def same(model, ours, args):
-    """Checks that outputs and gradients are those of the model."""
+    """Checks that outputs and gradients equal the model's."""
     want, got = model(*args), ours(*args)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     wanted = gradients(model, want)
@@ -78,7 +78,7 @@ def same(model, ours, args):
 
 
 def random_durations(seed):
-    """Random durations: a schedule must be correct for any durations."""
+    """Random durations of nodes: a schedule must be correct for any durations."""
     chance = random.Random(seed)
     known = {}
 
@@ -91,7 +91,7 @@ def random_durations(seed):
 
 
 def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=False):
-    """(The scheduled, or with ``raw`` the traced, graphs of `tokens` on a device of a mesh, by its place; its plan.)"""
+    """(Function of a device's place that returns the scheduled or, if ``raw``, traced graphs of `tokens`; their plan.)"""
     model, args = tokens()
     plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks or {})
     ours = autotp.simulate(model, plan, args)
@@ -109,7 +109,7 @@ def prepared(strategy="megatron-1d", mesh=(2,), chunks=None, enough=None, raw=Fa
 
 
 def traced(model, args, plan):
-    """A traced graph of a plan's first device, cut in two."""
+    """The traced graph of a plan's first device, split into forward and backward."""
     made = rewrite(model, plan, args)
     state, mesh, first = dict(model.named_parameters()), plan.mesh_shape, (0,) * len(plan.mesh_shape)
     whole = {name: state[fqn].detach() for name, fqn in made.captured.parameters.items()}
@@ -119,6 +119,6 @@ def traced(model, args, plan):
 
 
 def traced_tokens(strategy, chunks):
-    """A traced graph of `tokens` on the first of two devices, cut in two."""
+    """The traced graph of `tokens` on the first of two devices, split into forward and backward."""
     model, args = tokens()
     return traced(model, args, dataclasses.replace(planned(model, args, strategy), chunks=chunks))

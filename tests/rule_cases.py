@@ -1,4 +1,4 @@
-"""Arguments of networks, and of operators that work along dims, at indices, or on complex numbers, as the fuzzer makes.
+"""Arguments of networks, and of operators along dims, at indices, or on complex numbers, as the fuzzer makes them.
 
 See `test_rules.py`.
 """
@@ -20,12 +20,12 @@ __all__ = ["CASES"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """The fuzzer's source of choices over hypothesis's ``draw``."""
+    """The fuzzer's source of choices, implemented by hypothesis's ``draw``."""
 
     draw: Any
 
     def pick(self, options):
-        # The largest rank first: the fixed instance, which takes what comes first, then has dims to shard.
+        # Largest rank first: the fixed instance takes the first option, and then has dims to shard.
         chosen = reversed(options) if isinstance(options, range) else options
         return self.draw(st.sampled_from(list(chosen)))
 

@@ -1,11 +1,11 @@
-"""A model with gradients of gradients, and losses that have them."""
+"""A model for gradients of gradients, and losses that contain gradients."""
 
 import torch
 from torch import nn
 
 
 class Critic(nn.Module):
-    """Convolutions, a normalisation, attention and a linear end."""
+    """Convolutions, a normalisation, attention and a linear output."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Long lists of cases: a part runs with ``make test``, the rest with ``make slow`` or ``make exact``."""
+"""Long lists of cases: some run with ``make test``, the rest with ``make slow`` or ``make exact``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["SCHEDULES", "thinned"]
 
 
 def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int = 0, whole: bool = False) -> list[Any]:
-    """Every so many of the cases as they are, or the ``first`` so many, the others marked ``exact``.
+    """Keeps one case of ``every``, or the ``first`` ones, and marks the others ``exact``.
 
-    ``slow``: so many after the first are marked ``slow`` instead. ``whole``: a case is one argument.
+    ``slow``: so many cases after the first are marked ``slow`` instead. ``whole``: each case is one argument.
     """
     kept = (lambda number: number < first) if first or slow else (lambda number: number % every == 0)
 
@@ -24,5 +24,5 @@ def thinned(cases: Iterable[Any], every: int = 2, *, first: int = 0, slow: int =
     return [case if kept(number) else marked(number, case) for number, case in enumerate(cases)]
 
 
-#: With overlap, and with ``make slow`` the sharded graph as it is.
+#: With overlap; with ``make slow`` also the sharded graph without a schedule.
 SCHEDULES = thinned(["overlap", "none"], first=1, slow=1, whole=True)

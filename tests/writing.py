@@ -1,4 +1,4 @@
-"""Models that change parameters and inputs in place, and three steps of one beside its distributed form."""
+"""Models that change parameters and inputs in place, and three steps of one compared with its distributed form."""
 
 import copy
 
@@ -11,7 +11,7 @@ __all__ = ["WRITING", "Recent", "three_steps", "whole"]
 
 
 class FirstActivation(nn.Module):
-    """An activation in place that comes first changes the input."""
+    """An in-place activation that comes first changes the input."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class LargestNorm(nn.Module):
 
 
 class Clamped(nn.Module):
-    """What the operator in place returns is the parameter still."""
+    """The in-place operator's result is still the parameter."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Clamped(nn.Module):
 
 
 class Rows(nn.Module):
-    """A view that was made before shows the new values, and leads to the parameter still."""
+    """A view taken before a write shows the new values, and still leads to the parameter."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ class Rows(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A frozen parameter that follows a moving mean, read before and after."""
+    """A frozen parameter that follows a moving mean, and is read before and after the update."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Codebook(nn.Module):
 
 
 class _Recent(nn.Module):
-    """Plain attributes and buffers that each call replaces, writes into, or swaps: what it returns is what was there."""
+    """Plain attributes and buffers that each call replaces, writes into, or swaps; returns a value from before the call."""
 
     def __init__(self):
         super().__init__()
@@ -140,12 +140,12 @@ WRITING = {
 
 
 def three_steps(model, args, distribute):
-    """Losses, gradients, parameters and inputs after three optimizer steps equal the model's own.
+    """Checks that losses, gradients, parameters and inputs equal the model's own in three optimizer steps.
 
     Args:
-        model: is left as it is.
-        args: of every call, which gets copies.
-        distribute: gives the distributed form of a model.
+        model: is not changed.
+        args: of every call, which gets copies of them.
+        distribute: returns the distributed form of a model.
     """
     plain = copy.deepcopy(model)
     module = distribute(copy.deepcopy(model))

@@ -1,1 +1,1 @@
-"""Architectures of several libraries: planned, simulated, and compared with one device."""
+"""Plans and simulates architectures of several libraries, and compares them with one device."""

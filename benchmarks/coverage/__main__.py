@@ -1,6 +1,6 @@
 """Runs every architecture and writes docs/coverage.md: ``python -m benchmarks.coverage --write``.
 
-Results are kept in ``build/coverage.jsonl``, so that a run that was interrupted goes on where it ended.
+Results are kept in ``build/coverage.jsonl``, so that an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT = ROOT / "build" / "coverage.jsonl"
 
 
 def main() -> None:
-    """Runs the architectures that have no result yet, several in turn in one process."""
+    """Runs the architectures that have no result yet, many per process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coverage", description=__doc__)
     parser.add_argument("--only", default="", help="architectures whose names contain this; their results are made anew")
     parser.add_argument("--fresh", action="store_true", help="make all results anew")
@@ -56,13 +56,13 @@ def _names() -> list[str]:
 
 
 def _kept() -> dict[str, dict[str, Any]]:
-    """Name -> the latest result."""
+    """Name of the architecture -> its latest result."""
     lines = KEPT.read_text().splitlines() if KEPT.exists() else []
     return {row["name"]: row for row in map(json.loads, lines)}
 
 
 def _run(names: Sequence[str], limit: float) -> None:
-    """Runs architectures in a process of their own; one that takes too long ends it, and another goes on behind it."""
+    """Runs architectures in a child process; after one that takes too long or ends the process, a new one continues."""
     KEPT.parent.mkdir(exist_ok=True)
     left = list(names)
     while left:
@@ -109,7 +109,7 @@ _MODELS = ("exact", "differs", "refused", "fails", "too long")
 
 
 def page(rows: Sequence[dict[str, Any]], left: int = 0) -> str:
-    """The page of these results, where so many are left to be made."""
+    """The text of the page for these results; ``left`` architectures have not been run yet."""
     models = [row for row in rows if row["verdict"] in _MODELS]
     exact = [row for row in models if row["verdict"] == "exact"]
     shared = [row for row in exact if row["share"] >= 0.95]

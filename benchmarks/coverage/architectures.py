@@ -1,4 +1,4 @@
-"""The architectures: by library, name -> (what to change of its config, inputs)."""
+"""The architectures by library: name -> (config overrides, inputs)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _WORDS: Mapping[str, Mapping[str, Any]] = {
     "ModernBertForMaskedLM": {"global_attn_every_n_layers": 2, "local_attention": 8, "reference_compile": False},
     "RoFormerForMaskedLM": {"embedding_size": 32},
     "LongformerForMaskedLM": {"attention_window": 4},
-    # from words to words
+    # sequence to sequence
     "T5ForConditionalGeneration": {"decoder_start_token_id": 0},
     "BartForConditionalGeneration": {},
     "PegasusForConditionalGeneration": {},
@@ -172,7 +172,7 @@ _OTHERS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
                                   "returns_to_go": (_B, 8, 1), "timesteps": (_B, 8), "attention_mask": (_B, 8)}),
 }  # fmt: skip
 
-#: Side of the images, and what to change.
+#: Name -> (config overrides, side length of the images).
 _TIMM: Mapping[str, tuple[Mapping[str, Any], str]] = {
     **{name: ({}, "32") for name in (
         "resnet10t", "mobilenetv3_small_050", "efficientnet_lite0", "ghostnet_100", "regnetx_002", "regnety_002",

@@ -1,4 +1,4 @@
-"""Builds tiny models of libraries: what a config has of the usual names is made small, dropout is 0."""
+"""Builds tiny models of libraries: sizes with common names in configs are made small, and dropout is 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BATCH", "Example", "diffusion", "example", "huggingface", "pytorch_i
 BATCH = 4
 _TOKENS, _WORDS = 16, 96
 
-#: What configs of transformers call their sizes.
+#: Common names of sizes and ids in configs of transformers -> the values used here.
 _TINY: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "emb_dim"), 32),
     **dict.fromkeys(("intermediate_size", "d_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 64),
@@ -39,11 +39,14 @@ _TINY: Mapping[str, Any] = {
 }  # fmt: skip
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-"""A model in training mode without dropout, with arguments."""
+"""A model in training mode without dropout, and its positional and keyword arguments."""
 
 
 def example(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Example:
-    """A model with inputs of given shapes, of whole numbers where a name says so, below 8 where it is a label."""
+    """Disables dropout in a model, and makes its inputs from their shapes; their names determine the values.
+
+    Inputs such as "ids" and "labels" are integers; one-dimensional labels are below 8. A mask is all ones.
+    """
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and (name == "p" or "drop" in name):
@@ -70,9 +73,9 @@ def huggingface(name: str, overrides: Mapping[str, Any], inputs: str | Mapping[s
     """A model of transformers.
 
     Args:
-        name: of its class.
-        overrides: of its config, beside the usual names; a dict for the config of a part.
-        inputs: of which kind, or the shape of each.
+        name: The name of its class.
+        overrides: Config values other than the common tiny sizes; a dict for a nested config.
+        inputs: A kind of inputs, such as "text" or "image", or the shape of each input.
     """
     model_class = getattr(importlib.import_module("transformers"), name)
     config = _config(model_class.config_class, overrides)
@@ -99,7 +102,7 @@ def _config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
     tiny = {name: value for name, value in tiny.items() if config_class.attribute_map.get(name) not in tiny}
     still = {name: 0.0 for name, value in usual.items() if "drop" in name and isinstance(value, float)}
     rates = {name: value for name, value in usual.items() if name.endswith(("pdrop", "layerdrop", "jitter_noise"))}
-    still |= {name: 0 if isinstance(value, int) else 0.0 for name, value in rates.items()}  # some configs check types
+    still |= {name: 0 if isinstance(value, int) else 0.0 for name, value in rates.items()}  # some configs check the type
     parts = {}
     for key, part in config_class.sub_configs.items():
         if isinstance(overrides.get(key, {}), Mapping) and isinstance(part, type) and part.__name__ != "AutoConfig":
@@ -108,19 +111,19 @@ def _config(config_class: Any, overrides: Mapping[str, Any]) -> Any:
 
 
 def pytorch_image(name: str, overrides: Mapping[str, Any], inputs: str | Mapping[str, Any]) -> Example:
-    """A model of timm."""
+    """A model of timm; ``inputs`` is the side length of its square images."""
     model = importlib.import_module("timm").create_model(name, num_classes=8, **overrides)
     return example(model, ((BATCH, 3, int(inputs), int(inputs)),))
 
 
 def torchvision(name: str, overrides: Mapping[str, Any], inputs: str | Mapping[str, Any]) -> Example:
-    """A model of torchvision."""
+    """A model of torchvision; ``inputs`` are the sizes of an image after its channels, such as "32x32"."""
     model = importlib.import_module("torchvision").models.get_model(name, weights=None, **overrides)
     return example(model, ((BATCH, 3, *map(int, str(inputs).split("x"))),))
 
 
 def diffusion(name: str, overrides: Mapping[str, Any], inputs: str | Mapping[str, Any]) -> Example:
-    """A model of diffusers."""
+    """A model of diffusers; ``inputs`` has the shape of each input."""
     assert not isinstance(inputs, str)
     model = getattr(importlib.import_module("diffusers"), name)(**overrides)
     return example(model, {**inputs, "return_dict": False})

@@ -1,4 +1,4 @@
-"""One architecture: planned, run for all devices in lockstep, and compared with the plain model, in float64."""
+"""Plans one architecture, runs it for all devices in lockstep, and compares it with the plain model, in float64."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ __all__ = ["PLANS", "Found", "check"]
 #: Strategy -> mesh.
 PLANS: Mapping[str, tuple[int, ...]] = {"auto": (2, 2), "megatron-1d": (4,)}
 
-#: So slow that dividing the work of a tiny model pays. It moves ten bytes in the time of an operation, so that products
-#: have about the share of the compute that they have in models of hundreds of times the size.
+#: A device so slow that dividing the work of a tiny model pays. It moves ten bytes in the time of one FLOP, so that
+#: products have about the same share of the compute as in models that are hundreds of times as large.
 _SLOW = Device("slow", {"float64": 1e6, "float32": 1e6}, 1e12, 1e7, 0.0)
 _EXACT = 1e-9
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is found of an architecture.
+    """The result of an architecture.
 
     Attributes:
-        name: of the architecture.
-        verdict: "exact", "differs", "refused", "fails", "too long", or why it is no model: "not exported", "not built".
-        detail: a message.
-        error: the largest difference of outputs and gradients, over their largest elements.
-        without: operators without a rule -> how many there are.
-        share: of the compute, how much is divided among the devices of the first plan (see `shared`).
-        seconds: strategy -> seconds of a processor that its plan took.
-        operators: of the captured graph.
+        name: The name of the architecture.
+        verdict: "exact", "differs", "refused", "fails", "too long"; or, if there is no model: "not exported", "not built".
+        detail: A message.
+        error: The largest difference of outputs and gradients, relative to the largest element of each.
+        without: Operator without a rule -> its number of occurrences.
+        share: The share of the compute that the first plan divides among the devices (see `shared`).
+        seconds: Strategy -> CPU seconds of planning.
+        operators: The number of operators in the captured graph.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Found:
     operators: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The result as a dict for JSON."""
         return asdict(self)
 
 
 def check(name: str) -> Found:
-    """Builds an architecture, plans it, and compares."""
+    """Builds an architecture, plans it, and compares its simulated step with the plain model's."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -77,11 +77,11 @@ def check(name: str) -> Found:
             model, args, kwargs = double(ARCHITECTURES[name])
             with float64_mode():
                 theirs = _step(copy.deepcopy(model), args, kwargs)
-        except Exception as error:  # noqa: BLE001 - it is not a model of this version of its library
+        except Exception as error:  # noqa: BLE001 - this version of its library cannot build or run it
             return Found(name, "not built", _line(error))
         try:
             return _checked(name, model, args, kwargs, theirs)
-        except Exception as error:  # noqa: BLE001 - that is what the row shows
+        except Exception as error:  # noqa: BLE001 - the row reports the error
             refused = isinstance(error, AutotpError) and "defect of autotp" not in str(error)
             exported = not (isinstance(error, CaptureError) and "torch.export failed" in str(error))
             if refused:
@@ -99,7 +99,7 @@ def _checked(name: str, model: nn.Module, args: Any, kwargs: Any, theirs: Mappin
     with float64_mode():
         captured = capture(model, args, kwargs)
     plans, seconds = {}, {}
-    for strategy, mesh in PLANS.items():  # outside of the mode, which slows down whatever asks a tensor for its shape
+    for strategy, mesh in PLANS.items():  # outside of float64_mode, which slows down every query of a tensor's shape
         topology = Topology.flat(math.prod(mesh), bandwidth=1e12, latency=1e-9, device=_SLOW)
         begun = time.process_time()
         plans[strategy] = plan_captured(captured, topology, Options(strategy, mesh=mesh, schedule="none"))
@@ -124,11 +124,11 @@ def _checked(name: str, model: nn.Module, args: Any, kwargs: Any, theirs: Mappin
 
 
 def shared(plan: Plan, alone: Plan) -> float:
-    """The share of the compute that is divided among all devices, if the rest is repeated on each of them.
+    """The share of the compute that is divided among all devices, if the rest is replicated on each of them.
 
     Args:
-        plan: of several devices.
-        alone: of one.
+        plan: The plan for several devices.
+        alone: The plan for one device.
     """
     whole, mine = (sum(op.seconds for op in each.operators) for each in (alone, plan))
     devices = math.prod(plan.mesh_shape)
@@ -136,7 +136,7 @@ def shared(plan: Plan, alone: Plan) -> float:
 
 
 def _step(module: nn.Module, args: Any, kwargs: Any, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """Outputs and gradients of a loss of all outputs."""
+    """Runs a step; returns the outputs, and the gradients of a loss of all outputs."""
     output = module(*args, **kwargs)
     found = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
     numbers = {f"output {i}": leaf.detach() for i, leaf in enumerate(found)}
@@ -152,7 +152,7 @@ def _plain(output: Any) -> Any:
 
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest difference over the largest element, and what has it."""
+    """The largest difference, relative to the largest element of its tensor, and the name of this tensor."""
     worst, where = 0.0, ""
     gradients = [t.abs().max().item() for n, t in theirs.items() if n.startswith("gradient") and t.numel()]
     least = 1e-3 * max(gradients, default=0.0)

@@ -1,4 +1,4 @@
-"""Architectures written out with torch's own modules."""
+"""Architectures that are written with torch's own modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PLAIN"]
 
 
 class Recurrent(nn.Module):
-    """Words, a recurrent network of two layers in both directions, a class for each word."""
+    """An embedding, a recurrent network of two layers (optionally bidirectional), and a class for each token."""
 
     def __init__(self, kind: type[nn.RNNBase], both: bool) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Recurrent(nn.Module):
 
 
 class Cells(nn.Module):
-    """A recurrent cell, step by step."""
+    """A recurrent cell that is unrolled step by step."""
 
     def __init__(self, kind: type[nn.RNNCellBase]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Translator(nn.Module):
 
 
 class Fourier(nn.Module):
-    """A Fourier neural operator of two dims: products of the lowest frequencies with complex weights."""
+    """A two-dimensional Fourier neural operator, which multiplies the lowest frequencies by complex weights."""
 
     def __init__(self, width: int = 16, modes: int = 4) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Fourier(nn.Module):
 
 
 class Recommender(nn.Module):
-    """A deep learning recommendation model: bags of embeddings, products of all pairs, two perceptrons."""
+    """A deep learning recommendation model: embedding bags, products of all pairs, and two MLPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Recommender(nn.Module):
 
 
 class Graphs(nn.Module):
-    """A message-passing network: features of edges' ends, added up at nodes."""
+    """A message-passing network: messages from the features of both nodes of each edge, summed per target node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Graphs(nn.Module):
 
 
 class Style(nn.Module):
-    """Style transfer: reflected borders, instance norms, nearest upsampling."""
+    """Style transfer: reflection padding, instance norms, and nearest upsampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Style(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Few-shot classification by the distances to the means of classes."""
+    """Few-shot classification by distances to class means."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Prototypes(nn.Module):
 
 
 class Experts(nn.Module):
-    """Switch: each token's best expert, by products with its one-hot choice."""
+    """Switch experts: the best expert of each token, by products with a one-hot vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Experts(nn.Module):
 
 
 class Points(nn.Module):
-    """PointNet: a perceptron for every point, the largest of each feature."""
+    """PointNet: an MLP for every point, and the maximum of each feature over all points."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Variational(nn.Module):
 
 
 class Reader(nn.Module):
-    """Text in images: convolutions, a recurrent network over columns."""
+    """Text recognition in images: convolutions, and a recurrent network over columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class Reader(nn.Module):
 
 
 class Flow(nn.Module):
-    """A differential equation by Runge and Kutta's method."""
+    """A neural ODE, solved by a two-stage Runge-Kutta method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Flow(nn.Module):
 
 
 class Temporal(nn.Module):
-    """A temporal convolutional network: dilated causal convolutions with normalised weights."""
+    """A temporal convolutional network: dilated causal convolutions with weight norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Temporal(nn.Module):
 
 
 class Rays(nn.Module):
-    """A radiance field: waves of positions, a perceptron with a skip, opacities along each ray."""
+    """A radiance field: a sinusoidal encoding of positions, an MLP with a skip, and opacities along each ray."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command; returns 1 if it found wrong results or crashes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="folder for tests of what is found")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("autotp").setLevel(logging.ERROR)  # what each of many plans replicates is no news
+    logging.getLogger("autotp").setLevel(logging.ERROR)  # hide the warnings of every plan about replicated operators
     if given.output is not None:
         given.output.mkdir(parents=True, exist_ok=True)
     first, last = (given.first, None) if given.case is None else (given.case, given.case)

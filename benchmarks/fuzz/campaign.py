@@ -1,4 +1,4 @@
-"""Runs case after case until the time is over, counts them, and writes the defects as tests, shrunk."""
+"""Runs cases until a deadline, counts their outcomes, and writes shrunk defects as tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAUNCHES = 30
 
 
 def case_of(seed: int, number: int) -> Case:
-    """A case; half of them have strategies at random."""
+    """Case ``number`` of ``seed``; half of the cases have random strategies."""
     case, rng = generate(seed, number), random.Random(f"{seed}/{number}/strategies")
     return decided(case, rng) if rng.random() < 0.5 else case
 
@@ -61,7 +61,7 @@ class _Campaign:
         if sum(k.startswith(key) for k in self.tests) >= _OF_ONE_KIND:
             return
         name = f"seed_{self.seed}_case_{number}"
-        lone = self.processes and not run(case).defect  # shrinking is faster in lockstep, if the defect shows there
+        lone = self.processes and not run(case).defect  # shrinking is faster in lockstep, if the defect also occurs there
         text = shrunk(case, outcome, name, self.run if lone else run, _LAUNCHES if lone else self.tries, processes=lone)
         self.tests[f"{key} ({number})"] = text
         print(text, flush=True)
@@ -78,7 +78,7 @@ def shrunk(
     *,
     processes: bool = False,
 ) -> str:
-    """The test of the smallest case that shows the same."""
+    """The source of a test of the smallest case with the same outcome."""
     kind = outcome.reason if outcome.kind == "crash" else ""
 
     def reproduces(simpler: Case) -> bool:
@@ -91,7 +91,10 @@ def shrunk(
 def fuzz(
     seed: int, minutes: float, first: int = 0, last: int | None = None, *, tries: int = 300, folder: Path | None = None
 ) -> tuple[Tally, dict[str, str]]:
-    """Runs cases in lockstep until the time is over or the last one has run; returns the tests of defects, by kind."""
+    """Runs cases in lockstep until the deadline or the last case.
+
+    Returns the counts, and kind of defect (with the number of the case) -> source of its test.
+    """
     campaign, number = _Campaign(seed, minutes, tries, folder), first
     while not campaign.over and (last is None or number <= last):
         case = case_of(seed, number)
@@ -103,7 +106,7 @@ def fuzz(
 def fuzz_processes(
     seed: int, minutes: float, first: int = 0, last: int | None = None, *, tries: int = 300, folder: Path | None = None
 ) -> tuple[Tally, dict[str, str]]:
-    """The same with processes, for cases of two to four devices."""
+    """Like `fuzz`, but in processes, and only for cases of two to four devices."""
     campaign, number = _Campaign(seed, minutes, tries, folder, alone, processes=True), first
     waiting: dict[int, list[Job]] = {2: [], 3: [], 4: []}
     while not campaign.over and (last is None or number <= last):

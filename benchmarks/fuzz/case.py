@@ -1,6 +1,6 @@
-"""A case: a small module as data, from which its source and its values are generated, and the options of its run.
+"""Cases of the fuzzer: a small module as data, from which its source and values are generated, and the options of its run.
 
-The module that runs is the one that is printed: ``source`` returns the text, and ``build`` executes it.
+The printed module is the module that runs: ``source`` returns its text, and ``build`` executes this text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DRAW = """def draw(seed, *shape):
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A value by its name."""
+    """A reference to a value by its name."""
 
     name: str
 
@@ -37,16 +37,16 @@ class Leaf:
     """A tensor that the module starts from.
 
     Attributes:
-        name: of it.
+        name: The name of the tensor.
         role: "input", "parameter" or "buffer".
-        shape, dtype: of it.
-        kind: of its values, as of ``benchmarks.fuzz.draws.Operand``.
-        seed: of its values.
-        form: how it lies in memory: "plain", "permuted", "strided" or "expanded".
-        high, axis: of ids and places.
-        same: name of the parameter that it is tied to.
-        trained: an input that wants a gradient.
-        plain: a buffer that is not registered as one.
+        shape, dtype: The shape and dtype of the tensor.
+        kind: The kind of its values, see ``benchmarks.fuzz.draws.Operand``.
+        seed: The seed of its values.
+        form: The memory format: "plain", "permuted", "strided" or "expanded".
+        high, axis: See ``Operand``; for the kinds "ids" and "places" only.
+        same: The name of the parameter that it is tied to.
+        trained: Whether an input requires a gradient.
+        plain: Whether a buffer is a plain attribute rather than a registered buffer.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Step:
     """One line of ``forward``.
 
     Attributes:
-        result: name of its value, or of the line where it only writes.
-        call: ``torch.ops.aten.add.Tensor``, a method (``.add_``), ``[]`` (an item or a slice), ``[]=``
-            or ``=`` (a buffer is replaced).
-        args, kwargs: numbers, lists, ``Ref``.
+        result: The name of its value, or of the step itself if it only writes in place.
+        call: An operator (``torch.ops.aten.add.Tensor``), a method (``.add_``), ``[]`` (an item or a slice), ``[]=``
+            or ``=`` (replaces a buffer).
+        args, kwargs: Numbers, lists, ``Ref``.
     """
 
     result: str
@@ -81,7 +81,7 @@ class Step:
 
     @property
     def writes(self) -> bool:
-        """Whether it writes into its first argument and gives nothing."""
+        """Whether the step writes to its first argument and has no result."""
         return self.call in ("=", "[]=") or (self.call.startswith(".") and self.call.endswith("_"))
 
 
@@ -90,12 +90,12 @@ class Options:
     """How a case is planned and run.
 
     Attributes:
-        family, mesh, schedule, chunks, panels, constraints, memory, recompute, reshard_after_forward: as of
+        family, mesh, schedule, chunks, panels, constraints, memory, recompute, reshard_after_forward: As in
             ``autotp.plan``.
-        free: communication costs nothing on the machine, so that much of it pays.
-        training: the module's mode; ``inference`` plans and runs without gradients.
-        served: (step, number of the operator among the step's) -> what each mesh axis serves, instead of what was planned.
-        rests: parameter -> its resting layout, encoded, instead of what was planned.
+        free: Communication is almost free on the machine, so that plans communicate more.
+        training: The module's mode; ``inference`` plans and runs without gradients.
+        served: (step, index of the operator in the step) -> the factor of each mesh axis, instead of the planned strategy.
+        rests: Parameter -> its encoded layout at rest, instead of the planned one.
     """
 
     family: str = "auto"
@@ -121,7 +121,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A module, its inputs, and how it is run."""
+    """A module, its inputs, and the options of its run."""
 
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...]
@@ -130,24 +130,24 @@ class Case:
 
     @property
     def inputs(self) -> tuple[Leaf, ...]:
-        """What ``forward`` is called with."""
+        """The arguments of ``forward``."""
         return tuple(leaf for leaf in self.leaves if leaf.role == "input")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The least precise floating-point dtype that is named anywhere in it."""
+        """The least precise floating-point dtype of its leaves and of the arguments of its steps."""
         dtypes = {leaf.dtype for leaf in self.leaves}
         dtypes |= {a for step in self.steps for a in (*step.args, *step.kwargs.values()) if isinstance(a, torch.dtype)}
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
     def where(self, **changes: Any) -> Case:
-        """The same with other options."""
+        """Returns the same case with changed options."""
         return replace(self, options=replace(self.options, **changes))
 
 
 def refs_of(value: Any) -> list[str]:
-    """The names in a step's argument."""
+    """The names of the values that an argument of a step refers to."""
     if isinstance(value, Ref):
         return [value.name]
     if isinstance(value, (list, tuple)):
@@ -156,7 +156,7 @@ def refs_of(value: Any) -> list[str]:
 
 
 def renamed(value: Any, names: dict[str, str]) -> Any:
-    """An argument with values under other names."""
+    """An argument of a step whose references are renamed by ``names``."""
     if isinstance(value, Ref):
         return Ref(names.get(value.name, value.name))
     if isinstance(value, list):
@@ -165,7 +165,7 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
 
 
 def value_of(value: Any, known: Mapping[str, Any] | None = None) -> str:
-    """An argument as source text; names are replaced by ``known``."""
+    """An argument of a step as source text; ``known`` maps names to the text that replaces them."""
     if isinstance(value, Ref):
         return str((known or {}).get(value.name, value.name))
     if isinstance(value, list):
@@ -197,7 +197,7 @@ def statement(step: Step, known: Mapping[str, str] | None = None) -> str:
 
 
 def _leaf(leaf: Leaf, dtype: torch.dtype | None) -> str:
-    """An expression that makes a leaf; ``dtype`` widens what is a floating-point number."""
+    """The expression that creates a leaf; ``dtype``, if given, replaces a floating-point dtype."""
     shape = list(leaf.shape)
     order = list(range(len(shape)))[::-1]
     if leaf.form == "permuted":
@@ -234,7 +234,7 @@ def _leaf(leaf: Leaf, dtype: torch.dtype | None) -> str:
 
 
 def leaf_value(leaf: Leaf) -> Tensor:
-    """A leaf's tensor."""
+    """The tensor of a leaf."""
     draw = execute(_DRAW)["draw"]
     return eval(_leaf(leaf, None), {"draw": draw, "torch": torch})  # noqa: S307
 
@@ -247,12 +247,12 @@ def _widened(step: Step, dtype: torch.dtype | None) -> Step:
 
 
 def _copied(step: Step, dtype: torch.dtype | None) -> str:
-    """A cast makes a copy, to be written to; where all numbers are of one dtype it would not."""
+    """A suffix that keeps a cast a copy, which may be written in place: with one dtype for all, it would be an alias."""
     return ".clone()" if dtype is not None and step.call.startswith(_CASTS) else ""
 
 
 def source(case: Case, dtype: torch.dtype | None = None) -> str:
-    """The module and its inputs as text; with ``dtype``, all floating-point numbers in that one."""
+    """The source text of the module and its inputs; ``dtype``, if given, replaces all floating-point dtypes."""
     held = [leaf for leaf in case.leaves if leaf.role != "input"]
     lines = [
         *_DRAW.splitlines(),
@@ -284,7 +284,7 @@ def source(case: Case, dtype: torch.dtype | None = None) -> str:
 
 
 def execute(text: str) -> dict[str, Any]:
-    """Runs source code, and returns its names; captured graphs refer to its lines by a unique file name."""
+    """Runs source text and returns its namespace. Its file name is unique, for captured graphs to refer to its lines."""
     file = f"<fuzz {next(_FILES)}>"
     names: dict[str, Any] = {"torch": torch, "nn": nn, "__name__": "fuzz"}
     exec(compile(text, file, "exec"), names)  # noqa: S102 - the text is made above
@@ -298,7 +298,7 @@ def build(case: Case, dtype: torch.dtype | None = None) -> tuple[nn.Module, tupl
 
 
 def lines_of(case: Case) -> Mapping[int, str]:
-    """Number of a line of the source text -> the step that it is."""
+    """Line number in the source text -> the name of the step at this line."""
     lines = source(case).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    def forward")) + 2
     return {first + i: step.result for i, step in enumerate(case.steps)}

@@ -1,4 +1,4 @@
-"""Functions transformed inside ``forward``: ``torch.vmap``, ``torch.func`` and ``torch.autograd.grad``, as source text."""
+"""Source text of transformed functions, to be called in ``forward``: ``torch.vmap``, ``torch.func``, ``autograd.grad``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _OF_TWO = ("({} * b)", "({} + b.sin())", "torch.stack([{}, b]).sum(0)", "({} / (
 
 
 def derivative(rng: random.Random, rank: int) -> tuple[str, bool]:
-    """A function of two tensors of one shape with ``rank`` dims, as an expression, and whether it returns a pair.
+    """A random function of two tensors of the same shape with ``rank`` dims, and whether it returns a pair.
 
-    Its name may stand before the arguments of a call. Rows of matrices and more are mapped over in most cases.
+    The function is a parenthesized expression, which can be called. With more than one dim, it is usually mapped over the
+    first or last one.
     """
     body = "a"
     for _ in range(rng.choice([1, 2, 3])):

@@ -1,6 +1,6 @@
 """Arguments of operators that work along dims, of losses, and of complex numbers, for `benchmarks.fuzz.operators`.
 
-What depends on the order of its operand is given one that has no ties: kernels break ties by how a tensor lies in memory.
+Operators that depend on the order of elements get operands without ties: kernels break ties depending on the strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["COMPLEX_TOO", "DIMS"]
 
 Make = Callable[..., Operand]
 
-#: Operators of real operands that take complex ones as well, and have derivatives there.
+#: Operators of real operands that also take complex ones, and are differentiable there.
 _BOTH = """
 add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar neg mm bmm matmul linear outer einsum sum sum.dim_IntList mean
 mean.dim cumsum reshape expand permute unsqueeze squeeze squeeze.dim squeeze.dims slice.Tensor select.int split_with_sizes
@@ -42,7 +42,7 @@ COMPLEX_TOO = frozenset(f"aten.{name if '.' in name else f'{name}.default'}" for
 
 
 def reduced(make: Make, *more: Any) -> Builder:
-    """Along one dim, which stays or not."""
+    """A builder for reductions along one dim, with and without ``keepdim``."""
 
     def build(draw: Draw) -> list[Any]:
         shape = some(draw, 1, 4)
@@ -52,7 +52,7 @@ def reduced(make: Make, *more: Any) -> Builder:
 
 
 def reduced_dims(make: Make, *before: list[Any], least: int = 1) -> Builder:
-    """Along one dim or some, none of them smaller than ``least``."""
+    """A builder for reductions along one or more dims, each of size ``least`` or more."""
 
     def build(draw: Draw) -> list[Any]:
         shape = some(draw, 1, 4)
@@ -75,7 +75,7 @@ def corrected(draw: Draw) -> Arguments:
 
 
 def along(make: Make, *more: list[Any]) -> Builder:
-    """Along one dim, with options."""
+    """A builder for operators along one dim; each of ``more`` lists the choices for a further argument."""
 
     def build(draw: Draw) -> list[Any]:
         shape = some(draw, 1, 3)
@@ -95,7 +95,7 @@ def top(draw: Draw) -> list[Any]:
 
 
 def stable(draw: Draw) -> Arguments:
-    """With ties too."""
+    """Arguments of a stable sort, for which operands with ties are allowed, too."""
     x, dim = along(draw.pick([ranked, ranked, lambda *shape: ids(5, *shape)]))(draw)
     return [x], {"stable": True, "dim": dim, "descending": draw.pick([True, False])}
 
@@ -146,7 +146,7 @@ def shuffled(channels: int, space: int) -> Builder:
 
 
 def loss(first: Make, second: Make, weights: int = 0) -> Builder:
-    """Of two tensors of one shape, with weights that broadcast to it."""
+    """A builder for losses of two tensors of the same shape, with ``weights`` optional tensors that broadcast to it."""
 
     def build(draw: Draw) -> list[Any]:
         a, b = sizes(draw, 2)
@@ -174,7 +174,7 @@ def likelihood(draw: Draw) -> list[Any]:
 
 
 def weight_norm(draw: Draw) -> list[Any]:
-    shape = tuple(n or 2 for n in some(draw, 2, 3))  # torch's kernel divides by a size, and ends the process
+    shape = tuple(n or 2 for n in some(draw, 2, 3))  # no size 0: torch's kernel divides by it, which kills the process
     dim = draw.pick([0, 0, len(shape) - 1, 1])
     return [unit(*shape), real(*(n if i == dim else 1 for i, n in enumerate(shape))), dim]
 
@@ -206,7 +206,7 @@ def linalg_norm(draw: Draw) -> list[Any]:
 
 
 def two(first: Make, second: Make) -> Builder:
-    """That broadcast with each other."""
+    """A builder for binary operators; the operands broadcast with each other."""
 
     def build(draw: Draw) -> list[Any]:
         a, b = sizes(draw, 2)
@@ -221,7 +221,7 @@ def plain(make: Make) -> Builder:
 
 
 def _either(*shape: int) -> Operand:
-    """A real operand of a transform, which takes complex ones too, every second size."""
+    """An operand for transforms that take both dtypes: complex if its sizes add up to an odd number, otherwise real."""
     return complex_(*shape) if sum(shape) % 2 else real(*shape)
 
 

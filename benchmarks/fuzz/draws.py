@@ -1,4 +1,4 @@
-"""Random choices for the builders of operators' arguments, and the operands that they request."""
+"""Random choices for the builders of operator arguments, and the operands that the builders request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Draw(Protocol):
-    """A source of choices: a seeded generator, or one over hypothesis's ``draw``."""
+    """A source of random choices: a seeded generator, or a wrapper of hypothesis's ``draw``."""
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of the options."""
+        """Picks one of the options."""
 
     def size(self) -> int:
-        """The size of a dim."""
+        """Picks the size of a dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Operand:
     """A tensor that a builder requests.
 
     Attributes:
-        shape: of it.
-        kind: "real" of any value, "unit" inside (0, 1), "above" 1, "ranked" (positive, no two alike: there is one order of
-            them), "sorted" along the one dim, "complex", "ids" below ``high``, "places" (ids that differ along ``axis``),
-            or "mask".
-        high: of ids and places.
-        constant: torch has no derivative by it.
-        axis: of places.
+        shape: The shape of the tensor.
+        kind: "real" (any values), "unit" (inside (0, 1)), "above" (above 1), "ranked" (positive and distinct, so that
+            their order is unique), "sorted" (ascending, one dim), "complex", "ids" (integers below ``high``), "places"
+            (ids that are distinct along ``axis``), or "mask" (bool).
+        high: The exclusive upper bound of ids and places.
+        constant: Whether torch has no derivative with respect to this operand.
+        axis: The dim along which places are distinct.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Operand:
     axis: int = 0
 
     def make(self) -> torch.Tensor:
-        """One drawn from torch's own generator, in float64."""
+        """Draws the tensor from torch's default generator; floating-point values are in float64."""
         if self.kind == "ids":
             return torch.randint(0, self.high, self.shape)
         if self.kind == "places":
@@ -66,58 +66,58 @@ class Operand:
 
 
 def real(*shape: int) -> Operand:
-    """Of any value."""
+    """An operand with any values."""
     return Operand(shape)
 
 
 def unit(*shape: int) -> Operand:
-    """Between 0 and 1: for logarithms, roots, divisors."""
+    """An operand with values inside (0, 1): for logarithms, roots, divisors."""
     return Operand(shape, "unit")
 
 
 def ids(high: int, *shape: int) -> Operand:
-    """Whole numbers below ``high``."""
+    """An operand with integers in [0, ``high``)."""
     return Operand(shape, "ids", high)
 
 
 def ranked(*shape: int) -> Operand:
-    """No two alike: for what depends on their order."""
+    """An operand with distinct values, for operators that depend on their order."""
     return Operand(shape, "ranked")
 
 
 def complex_(*shape: int) -> Operand:
-    """Complex numbers."""
+    """An operand with complex values."""
     return Operand(shape, "complex")
 
 
 def constant(*shape: int) -> Operand:
-    """Between 0 and 1, and without a derivative: weights of a loss."""
+    """An operand with values inside (0, 1) and no derivative: for example, the weights of a loss."""
     return Operand(shape, "unit", constant=True)
 
 
 def places(high: int, *shape: int, axis: int = 0) -> Operand:
-    """Whole numbers below ``high`` that differ along a dim: places that are written to, each once."""
+    """An operand with integers in [0, ``high``) that are distinct along a dim: indices that are each written once."""
     return Operand(shape, "places", high, axis=axis)
 
 
 def mask(*shape: int) -> Operand:
-    """Of truth values."""
+    """An operand with bool values."""
     return Operand(shape, "mask")
 
 
 @dataclass(frozen=True, slots=True)
 class Seeded:
-    """Choices of a seeded generator; sizes come from a palette, so that tensors of one model often fit each other."""
+    """Choices of a seeded generator. Sizes come from a palette, so that the shapes of one model often match."""
 
     rng: random.Random
     palette: tuple[int, ...]
 
     def pick(self, options: Sequence[Any]) -> Any:
-        """One of the options."""
+        """Picks one of the options."""
         return self.rng.choice(list(options))
 
     def size(self) -> int:
-        """A size of the palette."""
+        """Picks a size of the palette."""
         return self.rng.choice(self.palette)
 
 
@@ -126,25 +126,25 @@ Builder = Callable[[Draw], Any]
 
 
 def sizes(draw: Draw, count: int) -> list[int]:
-    """So many sizes."""
+    """Draws ``count`` sizes."""
     return [draw.size() for _ in range(count)]
 
 
 def shaped(make: Callable[..., list[Any]], count: int) -> Builder:
-    """A builder whose arguments follow from so many sizes."""
+    """A builder that calls ``make`` with ``count`` random sizes."""
     return lambda draw: make(*sizes(draw, count))
 
 
 def some(draw: Draw, least: int = 1, most: int = 4) -> list[int]:
-    """A shape of some rank."""
+    """Draws a shape with ``least`` to ``most`` dims."""
     return sizes(draw, draw.pick(range(least, most + 1)))
 
 
 def a_dim(draw: Draw, rank: int) -> int:
-    """A dim, counted from either end."""
+    """Draws a dim of a tensor of this rank, possibly negative."""
     return draw.pick(range(-rank, rank))
 
 
 def some_dims(draw: Draw, rank: int) -> list[int]:
-    """One dim or two."""
+    """Draws a list of one dim, or of the first and the last."""
     return draw.pick([[a_dim(draw, rank)], [0, -1] if rank > 1 else [0]])

@@ -10,7 +10,7 @@ from benchmarks.fuzz.draws import Draw, Operand, mask, real, unit
 
 __all__ = ["elementwise", "target_of"]
 
-#: Operators that are not defined, or too steep, outside (0, 1), in some operand.
+#: Operators that are undefined or too steep outside (0, 1), in some operand.
 _UNIT = frozenset(
     ("acos", "asin", "atanh", "log", "log10", "log1p", "log2", "sqrt", "rsqrt", "reciprocal", "erfinv", "logit", "lgamma")
     + ("digamma", "tan", "pow", "xlogy", "div", "fmod", "remainder", "floor_divide", "addcdiv")
@@ -20,13 +20,13 @@ _NUMBERS = (0.5, 2.0, 1.5)
 
 
 def target_of(name: str) -> Any:
-    """The operator of a rule's name, ``aten.add.Tensor``."""
+    """The torch operator of a rule, by its name such as ``aten.add.Tensor``."""
     _, op, overload = name.split(".")
     return getattr(getattr(torch.ops.aten, op), overload)
 
 
 def elementwise(name: str, draw: Draw) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with shapes that broadcast, and scalars where the operator wants them."""
+    """Random arguments of an element-wise operator: operands whose shapes broadcast, and scalars."""
     _, op, overload = name.split(".")
     logical = op.startswith(_LOGICAL)
     shape = tuple(draw.size() for _ in range(draw.pick([1, 2, 2, 3, 4])))
@@ -61,7 +61,7 @@ def _operand(op: str, logical: bool, shape: tuple[int, ...]) -> Operand:
 
 
 def _broadcast(shape: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
-    """A shape that broadcasts with ``shape``: the same, without its first dims, or with dims of 1."""
+    """A shape that broadcasts with ``shape``: the same, without first dims, with dims of 1, or with another first dim."""
     kind = draw.pick(["same", "same", "fewer", "ones", "outer"])
     if kind == "fewer":
         return shape[draw.pick(range(len(shape) + 1)) :]

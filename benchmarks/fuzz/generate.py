@@ -22,8 +22,8 @@ from passes.rules.table import RULES
 __all__ = ["generate"]
 
 _NAMES = tuple(sorted(RULES))
-_STRIDE = 89  # coprime to the number of rules: all of them come round, neighbours in the table far apart
-_TRANSFORMED = 256  # elements of a value whose derivatives are taken: a Jacobian has many more
+_STRIDE = 89  # coprime to the number of rules, so that every rule has its turn and neighbors in the table are far apart
+_TRANSFORMED = 256  # most elements of a value that is differentiated: a Jacobian has many more
 _WRITES = ("add_", "mul_", "sub_", "copy_", "fill_", "zero_", "clamp_", "masked_fill_", "relu_", "[]=")
 _UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 _TURNED = ("real", "unit", "ranked", "complex")
@@ -31,7 +31,7 @@ _RANDOM = ("dropout", "rand_like", "randn_like")
 
 
 def generate(seed: int, number: int) -> Case:
-    """Case ``number`` of ``seed``, which is always the same. Every rule is the focus of one case in ``len(RULES)``."""
+    """Case ``number`` of ``seed``, deterministically. Every rule is the focus of one of ``len(RULES)`` successive cases."""
     rng = random.Random(f"{seed}/{number}")
     focus = _NAMES[(number * _STRIDE + seed) % len(_NAMES)]
     grown = _Model(rng)
@@ -40,9 +40,9 @@ def generate(seed: int, number: int) -> Case:
             break
     else:
         grown.attempt(lambda: grown.operator("aten.linear.default"))
-    if not grown.leaves:  # of the sizes that were drawn, every operand would be too large
+    if not grown.leaves:  # with the drawn sizes, every operand was too large
         grown.emit("torch.ops.aten.tanh.default", grown.leaf(Operand((4, 2))))
-    if rng.random() < 0.3:  # so that the gradient, too, lies otherwise than the kernel would have it
+    if rng.random() < 0.3:  # so that the gradient, too, has other strides than the kernel returns
         grown.attempt(grown.look)
     for _ in range(rng.choice([0, 1, 2, 2, 3, 4, 5, 7])):
         action = rng.random()
@@ -64,10 +64,10 @@ def generate(seed: int, number: int) -> Case:
 
 
 class _Model(Growing):
-    """The steps that may be added to it."""
+    """A model under construction, with the kinds of steps that may be added to it."""
 
     def operator(self, name: str) -> None:
-        """An operator of the table, its operands from the model."""
+        """Adds an operator of the rule table, with operands from the model."""
         args, kwargs = arguments(name, self.draw)
         if name in COMPLEX_TOO and self.rng.random() < 0.08:
             args = [_complex(a) for a in args]
@@ -96,7 +96,10 @@ class _Model(Growing):
             self.emit("torch.ops.aten.mul.Scalar", found, 0.0)
 
     def turning(self, args: list[Any]) -> tuple[int, int] | None:
-        """Dims that an operator's data are transposed by before it, and its result after it, as models do."""
+        """Two dims to transpose in the first operand before an operator, and in its result after it, as models do.
+
+        None in most cases.
+        """
         first = args[0] if args else None
         if not isinstance(first, Operand) or first.kind not in _TURNED or len(first.shape) < 2 or self.rng.random() < 0.8:
             return None
@@ -114,7 +117,7 @@ class _Model(Growing):
         return [self.supplied(a) for a in argument] if isinstance(argument, list) else argument
 
     def view(self) -> None:
-        """Some value otherwise: transposed, sliced, with or without dims of 1."""
+        """Adds a view of a value, or a copy of it with other strides; see `disguised`."""
         names = [name for name in self.tensors() if self.value(name).dim()]
         if not names:
             raise Reject
@@ -122,7 +125,7 @@ class _Model(Growing):
         disguised(self.emit, self.rng, Ref(name), tuple(self.value(name).shape), always=True)
 
     def select(self) -> None:
-        """What a mask that the model writes out selects of some value, so that constants decide its size."""
+        """Selects from a value by a mask that ``forward`` computes from constants, which determine the result's size."""
         names = [name for name in self.tensors() if self.value(name).dim()]
         if not names:
             raise Reject
@@ -137,7 +140,7 @@ class _Model(Growing):
         self.emit("[]", Ref(name), (*[slice(None)] * dim, mask))
 
     def differentiate(self) -> None:
-        """Some function of two values, transformed: mapped over rows, or differentiated once or twice."""
+        """Adds a transformed function of two values: mapped over rows, or differentiated once or twice."""
         names = [name for name in self.tensors() if self.value(name).dtype == self.dtype]
         names = [name for name in names if self.value(name).dim() and self.value(name).numel() <= _TRANSFORMED]
         if not names:
@@ -150,12 +153,12 @@ class _Model(Growing):
             self.emit("[]", found, i)
 
     def look(self) -> None:
-        """The last value, transposed."""
+        """Adds a transpose of the last value."""
         shape = self.value(self.steps[-1].result).shape
         self.emit(".transpose", Ref(self.steps[-1].result), self.rng.randrange(len(shape)), len(shape) - 1)
 
     def layers(self) -> None:
-        """The last few steps once more, with other parameters, on what they gave: layers that are folded into one."""
+        """Repeats the last few steps on their own result, with other parameters: identical layers, which plans fold."""
         block = self.steps[-self.rng.randint(1, 4) :]
         if any(step.writes or step.call == "[]" for step in block):
             raise Reject
@@ -183,7 +186,7 @@ class _Model(Growing):
         return self.steps[-1]
 
     def write(self) -> None:
-        """Writes into a value, or into a view of it; also into buffers, inputs and parameters. Or replaces a buffer."""
+        """Writes in place to a value or a view of it (also of buffers, inputs and parameters), or replaces a buffer."""
         leaves = {leaf.name: leaf for leaf in self.leaves}
         names = [n for n in self.tensors() if self.value(n).is_floating_point() and self.value(n).numel()]
         names = [n for n in names if n not in leaves or self.may_be_written(leaves[n])]
@@ -201,20 +204,20 @@ class _Model(Growing):
                 self.emit("=", base, self.emit(".detach", new))
                 return
         unseen = leaves[written].role == "parameter" if written in leaves else self.rng.random() < 0.2
-        if unseen:  # by autograd
+        if unseen:  # hide the write from autograd
             base = self.emit(".detach", base)
         into = base
         if self.rng.random() < 0.7:
             into = self.part(base)
         shape, dtype = tuple(self.value(into.name).shape), self.value(into.name).dtype
         call = self.rng.choice(_WRITES)
-        if written in leaves:  # a gradient through a buffer would be kept from step to step
+        if written in leaves:  # no operand with a gradient: a buffer would keep its graph from step to step
             self.emit(".fill_" if call == "fill_" else ".mul_", into, 0.5)
             return
         if call in ("add_", "mul_", "sub_", "copy_", "[]="):
             given = self.fitting(shape, dtype) or self.leaf(Operand(shape))
             memory = {self.value(each.name).untyped_storage().data_ptr() for each in (given, into)}
-            if len(memory) == 1:  # what is read while it is written: torch leaves open what that gives
+            if len(memory) == 1:  # reading and writing the same memory is undefined in torch
                 given = self.emit(".clone", given)
             if call == "[]=":
                 self.emit("[]=", into, (slice(None),) * len(shape) if shape else ..., given)
@@ -224,18 +227,18 @@ class _Model(Growing):
             self.emit(".masked_fill_", into, self.operand(Operand(shape, "mask")), 0.5)
         else:
             self.emit(f".{call}", into, *({"fill_": [0.5], "clamp_": [-0.5, 0.5]}.get(call, [])))
-        if self.rng.random() < 0.5 and into != base:  # read what was written, beside the view of it
+        if self.rng.random() < 0.5 and into != base:  # read the whole value after a write through a view
             self.emit("torch.ops.aten.tanh.default", base)
 
     def may_be_written(self, leaf: Leaf) -> bool:
-        """Whether torch lets a model write to a leaf, and autotp too; most are left as they are."""
+        """Whether to write to a leaf: always for buffers, rarely for other leaves, if torch and autotp allow it."""
         if leaf.role == "buffer":
             return True
         alone = leaf.form != "expanded" and leaf.same is None and not leaf.trained
         return alone and self.rng.random() < 0.2
 
     def shows_a_leaf(self, name: str) -> bool:
-        """Whether a value is a view of a leaf, or is expanded: neither may be written to."""
+        """Whether a value is a view of an input or parameter, or is expanded: such values must not be written to."""
         value = self.value(name)
         memory = {self.value(leaf.name).untyped_storage().data_ptr() for leaf in self.leaves if leaf.role != "buffer"}
         return value.untyped_storage().data_ptr() in memory or 0 in value.stride()

@@ -18,12 +18,12 @@ __all__ = ["HALVES", "Growing", "Reject"]
 
 HALVES = (torch.bfloat16, torch.float16)
 _MOST = 4096
-_RANKS = 128  # so many different numbers are apart from each other in halves
+_RANKS = 128  # so many distinct values are still distinct in bfloat16 and float16
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 class Reject(Exception):
-    """A drawn step is not valid in a model."""
+    """Raised if a drawn step is not valid in the model."""
 
 
 class Growing:
@@ -43,12 +43,12 @@ class Growing:
         self.steps: list[Step] = []
         self.env: dict[str, Any] = {"torch": torch, "self": SimpleNamespace()}
         self.count = 0
-        self.noise: set[str] = set()  # results of random operators, which nothing but a product with 0 reads
+        self.noise: set[str] = set()  # results of random operators; their only consumer is a product with 0
 
     # values
 
     def tensors(self) -> list[str]:
-        """Names of all tensors so far, leaves too."""
+        """The names of all tensors so far, including leaves."""
         names = [leaf.name for leaf in self.leaves] + [step.result for step in self.steps if not step.writes]
         return [name for name in names if name not in self.noise and isinstance(self.value(name), Tensor)]
 
@@ -60,7 +60,7 @@ class Growing:
         return f"{letter}{self.count}"
 
     def attempt(self, action: Any) -> bool:
-        """Does something to the model, or leaves it as it was if torch would not take it."""
+        """Runs an action that changes the model; undoes it and returns False if torch or the model rejects it."""
         before = list(self.leaves), list(self.steps)
         try:
             action()
@@ -71,7 +71,7 @@ class Growing:
             return False
 
     def rerun(self) -> None:
-        """Computes all values anew: a step that was taken back may have written to some."""
+        """Recomputes all values: a step that was undone may have written to some of them in place."""
         self.env = {"torch": torch, "self": SimpleNamespace()}
         for leaf in self.leaves:
             self.hold(leaf)
@@ -89,10 +89,10 @@ class Growing:
         return statement(step, {leaf.name: f"self.{leaf.name}" for leaf in self.leaves if leaf.role != "input"})
 
     def emit(self, call: str, *args: Any, **kwargs: Any) -> Ref:
-        """Adds a step, and runs it.
+        """Runs a step and adds it to the model.
 
         Raises:
-            Reject: its result is too large, or not finite.
+            Reject: A written value is too large (in elements or magnitude), not finite, or of dtype complex32.
         """
         step = Step(self.fresh("v"), call, args, kwargs)
         with torch.no_grad():
@@ -105,7 +105,7 @@ class Growing:
 
     @property
     def most(self) -> int:
-        """How many elements a tensor may have."""
+        """The largest number of elements of a tensor."""
         return _MOST * (16 if self.dtype in HALVES else 1)
 
     def sane(self, value: Any) -> None:
@@ -120,10 +120,10 @@ class Growing:
     # leaves and operands
 
     def leaf(self, want: Operand) -> Ref:
-        """A leaf of the wanted kind.
+        """Adds a leaf for the requested operand.
 
         Raises:
-            Reject: it would be too large.
+            Reject: The leaf would have too many elements.
         """
         if math.prod(want.shape) > self.most:
             raise Reject
@@ -153,7 +153,7 @@ class Growing:
         return Ref(made.name)
 
     def operand(self, want: Operand) -> Ref:
-        """A value of the model that is what is wanted, after a view or two; or a leaf."""
+        """A value of the model, adapted to the requested operand by further steps, or else a new leaf."""
         chance = self.rng.random()
         if want.kind == "complex":
             return self.complex_numbers(want.shape)
@@ -172,16 +172,16 @@ class Growing:
         return found
 
     def apart(self, found: Ref) -> bool:
-        """Whether all magnitudes differ by more than rounding, so that all devices see the same order of them."""
+        """Whether all magnitudes differ by more than rounding errors, so that their order is the same on all devices."""
         value = self.value(found.name).double().abs().flatten().sort().values
         least = max(1e-6, 16 * torch.finfo(self.dtype).eps) * value.max() if value.numel() else 0.0
         return bool((value.diff() > least).all())
 
     def complex_numbers(self, shape: tuple[int, ...]) -> Ref:
-        """Some of the model, or made of two real values of it; sometimes to be conjugated when they are read.
+        """A complex value of the model, or one made of real values; sometimes a lazy conjugate.
 
         Raises:
-            Reject: halves have none.
+            Reject: The model is in bfloat16 or float16, which have no complex counterparts here.
         """
         if self.dtype in HALVES:
             raise Reject
@@ -197,7 +197,7 @@ class Growing:
         return self.emit(".conj", found) if self.rng.random() < 0.1 else found
 
     def brought_back(self) -> None:
-        """Real numbers of the complex ones that nothing else uses."""
+        """Converts complex values without consumers to real ones."""
         for name in self.unused():
             if self.complex(name):
                 call = self.rng.choice(["view_as_real", "view_as_real", "real", "imag", "abs"])
@@ -207,7 +207,7 @@ class Growing:
                 self.emit(f"torch.ops.aten.{call}.default", value)
 
     def fitting(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Ref | None:
-        """A floating-point value in that shape, in some company."""
+        """A value of a dtype (by default, the model's) that is brought into a shape by views; None if there is none."""
         wanted = dtype or self.dtype
         names = [name for name in self.tensors() if self.value(name).dtype == wanted]
         for name in sorted(names, key=lambda name: self.rng.random() - 0.02 * len(name))[:6]:
@@ -217,17 +217,17 @@ class Growing:
         return None
 
     def complex(self, name: str) -> bool:
-        """Whether a value's numbers are complex."""
+        """Whether a value is complex."""
         return bool(self.value(name).is_complex())
 
     def unused(self) -> list[str]:
-        """What no step uses."""
+        """The names of the results that no step uses."""
         used = {name for step in self.steps for a in (*step.args, *step.kwargs.values()) for name in refs_of(a)}
         leaves = {leaf.name for leaf in self.leaves}
         return [name for name in self.tensors() if name not in leaves | used]
 
     def outputs(self) -> list[str]:
-        """What nothing else uses, and sometimes a value that something does."""
+        """The names of the outputs: unused results (at most six), and sometimes one further result."""
         leaves = {leaf.name for leaf in self.leaves}
         produced = [name for name in self.tensors() if name not in leaves and not self.complex(name)]
         ends = [name for name in self.unused() if not self.complex(name)][-6:]

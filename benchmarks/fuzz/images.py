@@ -1,4 +1,4 @@
-"""Arguments of convolutions, pools, batch and group norms, for `benchmarks.fuzz.operators`."""
+"""Arguments of convolutions, pooling, batch norm and group norm, for `benchmarks.fuzz.operators`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def group_norm(draw: Draw) -> list[Any]:
 
 
 def batch_norm(training: bool) -> Builder:
-    """Reached by ``aten.batch_norm``, which is given a name of its own in training."""
+    """A builder for ``aten.batch_norm``, which capture replaces by another operator in training."""
 
     def build(draw: Draw) -> list[Any]:
         n, c = sizes(draw, 2)
@@ -65,7 +65,7 @@ def batch_norm(training: bool) -> Builder:
 
 
 def pooled(spatial: int, *choices: list[Any]) -> Builder:
-    """Batched or not, to another size or to the same."""
+    """A builder for pooling and resizing, batched or not; ``choices`` are the possible further arguments."""
 
     def build(draw: Draw) -> list[Any]:
         lead = sizes(draw, draw.pick([1, 2, 2]))

@@ -17,7 +17,7 @@ def embedding(draw: Draw) -> list[Any]:
 
 
 def index(draw: Draw) -> list[Any]:
-    """Indices of some dims, next to each other or not."""
+    """Arguments of ``index``, with indices of adjacent or separate dims."""
     a, b, c, n = sizes(draw, 4)
     forms = [[ids(a, 4, 1), ids(5, 1, 6)], [ids(a, 4)], [ids(a, 4, 6)], [ids(a, n), ids(5, n)], [None, None, ids(c, n)]]
     forms += [[None, ids(5, n, 3)], [ids(a, n), None, ids(c, 3, 1)], [None, ids(5, n), ids(c, 3, n)], [ids(a, 1), None]]
@@ -25,7 +25,7 @@ def index(draw: Draw) -> list[Any]:
 
 
 def index_put(draw: Draw) -> list[Any]:
-    """Values at places that each occur once, or under a mask, or added up."""
+    """Arguments of ``index_put``: unique indices, a mask, or repeated indices whose values are accumulated."""
     a, b, c = sizes(draw, 3)
     forms = [
         ((a, b, 5), [None, None, places(5, 2)], [(a, b, 2), (b, 1), ()]),
@@ -38,13 +38,13 @@ def index_put(draw: Draw) -> list[Any]:
         ((a, b, c), [None, mask(b)], [(c,), ()]),
     ]
     shape, where, values = draw.pick(forms)
-    if values is None:  # a place may occur twice, where values are added
+    if values is None:  # accumulate=True, so an index may occur twice
         return [real(*shape), where, real(*draw.pick([(3, 4, shape[2]), (shape[2],)])), True]
     return [real(*shape), where, real(*draw.pick(values))]
 
 
 def along(give: Callable[[Draw, int, int], tuple[int, Operand, list[Any]]], *more: Any) -> Builder:
-    """Whole rows along a dim: what stands at ``n`` places of ``size``."""
+    """A builder for operators that select, fill or write whole slices at the indices of a dim, given by ``give``."""
 
     def build(draw: Draw) -> Any:
         shape, size = sizes(draw, draw.pick([3, 2, 1])), draw.pick([5, 8])
@@ -79,7 +79,7 @@ def index_add(draw: Draw) -> Any:
 
 
 def spread(*more: Any, source: bool = True, once: bool = False, kind: str = "real") -> Builder:
-    """At an index that is as large as what is written to or read, or smaller, in the other dims."""
+    """A builder for gathers and scatters; in the other dims, the index is as large as the operand or smaller."""
 
     def build(draw: Draw) -> list[Any]:
         shape, size = sizes(draw, draw.pick([3, 2, 2, 1])), draw.pick([5, 6])
@@ -101,7 +101,7 @@ def scatter_reduce(draw: Draw) -> Any:
 
 
 def take_along_dim(draw: Draw) -> list[Any]:
-    """Along a dim; without one torch reads its operand as a vector, which must lie so in memory."""
+    """Arguments with a dim; or without one for a vector, because torch then flattens its operand, which needs a view."""
     a, b, c = sizes(draw, 3)
     shape = (a, b, c)
     dim = a_dim(draw, 3)
@@ -133,7 +133,7 @@ def masked(*value: Any) -> Builder:
 
 
 def where(first: bool, second: bool) -> Builder:
-    """Under a mask, a tensor or a number where it holds, and where it does not."""
+    """A builder for ``where``; ``first`` and ``second``: whether this value is a tensor rather than a number."""
 
     def build(draw: Draw) -> list[Any]:
         a, b = sizes(draw, 2)
@@ -152,7 +152,7 @@ def repeat_interleave(draw: Draw) -> Any:
 
 
 def repeat_unlike(draw: Draw) -> Any:
-    """Counts are an order of 0, 1, …, so that their sum is known."""
+    """Arguments with different counts: a permutation of 0, 1, …, so that their sum is known."""
     shape, size = sizes(draw, draw.pick([3, 2, 1])), draw.pick([2, 3, 4])
     dim = a_dim(draw, len(shape))
     shape[dim] = size

@@ -1,4 +1,4 @@
-"""Arguments of recurrent networks and cells, and of bags of embeddings, for `benchmarks.fuzz.operators`."""
+"""Arguments of recurrent networks and cells, embedding bags, distances and sampling, for `benchmarks.fuzz.operators`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _weights(draw: Draw, gates: int, i: int, h: int) -> list[Operand]:
 
 
 def network(gates: int, states: int) -> Builder:
-    """A layer or two, in one direction or both, steps or the batch first."""
+    """A builder for recurrent networks: one or two layers, one or both directions, batch first or not."""
 
     def build(draw: Draw) -> list[Any]:
         t, b, i, h = draw.pick([2, 1, 3]), draw.size(), draw.pick([2, 3]), draw.pick([2, 3])
@@ -42,14 +42,14 @@ def cell(gates: int, states: int) -> Builder:
 
 
 def bags(draw: Draw) -> list[Any]:
-    """Of one size, added up, weighted or not, or their mean, or the largest."""
+    """Arguments for bags of equal size: a sum with or without weights, a mean, or a maximum."""
     v, h, b, n = draw.pick([8, 5, 6]), *sizes(draw, 2), draw.pick([3, 1, 2])
     mode = draw.pick([0, 1, 2])
     return [real(v, h), ids(v, b, n), draw.pick([None, real(b, n)]) if mode == 0 else None, mode]
 
 
 def ragged_bags(draw: Draw) -> list[Any]:
-    """Of sizes that offsets say: the last of them has all words."""
+    """Arguments for bags given by offsets; all offsets are 0, so the last bag has all words."""
     v, h, n = draw.pick([8, 5, 6]), draw.size(), draw.pick([3, 4])
     mode = draw.pick([0, 1, 2])
     factors = draw.pick([None, real(n)]) if mode == 0 else None
@@ -57,14 +57,14 @@ def ragged_bags(draw: Draw) -> list[Any]:
 
 
 def distances(draw: Draw) -> list[Any]:
-    """None of them 0, where there is no derivative."""
+    """Arguments for distances, none of which is 0, where the derivative does not exist."""
     a, r, c, k = sizes(draw, 4)
     shapes = draw.pick([((a, r, k), (a, c, k)), ((r, k), (c, k)), ((a, r, k), (c, k)), ((1, r, k), (a, c, k))])
     return [real(*shapes[0]), Operand(shapes[1], "above"), draw.pick([2.0, 1.0, 3.0])]
 
 
 def sampled(draw: Draw) -> list[Any]:
-    """An image read at places inside it."""
+    """Arguments for sampling an image at a grid of positions."""
     n, c, h, w = sizes(draw, 4)
     return [real(n, c, 4, 5), real(n, h, w, 2), draw.pick([0, 2]), draw.pick([0, 1, 2]), draw.pick([False, True])]
 

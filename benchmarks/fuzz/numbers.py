@@ -1,4 +1,4 @@
-"""The numbers of a step, and the comparison of a distributed step's numbers with those of the model.
+"""The results of a step, and the comparison of the results of a distributed step with those of the plain model.
 
 ``step`` and ``apart`` are printed with tests, so they are self-contained.
 """
@@ -23,21 +23,21 @@ from passes.world.world import LocalWorld
 
 __all__ = ["TOLERANCES", "Careful", "Numbers", "Worst", "apart", "exactly", "ill_conditioned", "plain", "step", "worst"]
 
-#: Largest difference over largest magnitude.
+#: dtype -> the allowed largest difference relative to the largest magnitude.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _MOVES = 6
 _FACTOR = 16.0
-#: Halves: this times the plain model's own error, and so many last places.
+#: For bfloat16 and float16, the allowed error is ``_WORSE`` times the plain model's own error, plus ``_PLACES`` eps.
 _WORSE, _PLACES = 1.1, 2.0
 _CANCELLED = 1e-2
 
 Numbers = Mapping[str, Tensor]
-#: The quantity with the largest error, and the error relative to what is allowed.
+#: The name of the quantity with the largest error, and this error as a multiple of the allowed one.
 Worst = tuple[str, float]
 
 
 def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str, Tensor]:
-    """Outputs of ``model``, gradients of ``held``'s parameters and of the inputs, and these and buffers afterwards."""
+    """Runs a step. Returns outputs, gradients of parameters and inputs, and all parameters, inputs, buffers afterwards."""
     with torch.set_grad_enabled(train):
         result = model(*args)
     outputs = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -46,7 +46,7 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
     losses = [(o * w.to(o)).sum().double() for o, w in zip(outputs, weights, strict=True) if train and o.requires_grad]
     if losses:
         sum(losses).backward()
-    if train:  # what is written over wholly has no gradient, or one of zeros
+    if train:  # a leaf that is completely overwritten has a gradient of None or zeros
         leaves = {**dict(held.named_parameters()), **{f"input {i}": a for i, a in enumerate(args) if a.requires_grad}}
         for name, leaf in leaves.items():
             given = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -60,17 +60,17 @@ def step(model: Any, held: nn.Module, args: Any, train: bool = True) -> dict[str
 
 
 class Careful(TorchFunctionMode):
-    """Converts operands of kernels that misread some memory formats, since the original model has these defects too."""
+    """Converts the operands of kernels that misread some memory formats: such torch bugs affect the plain model, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        """One call."""
+        """Runs a function on converted operands, if its rule says that it misreads some memory formats."""
         rule = RULES.get(str(func))
         if rule is None or rule.misreads is None:
             return func(*args, **(kwargs or {}))
         world = LocalWorld((1,))
         given = [ops.in_one_format(world, a) if isinstance(a, Tensor) else a for a in args]
         result = ops.in_one_format(world, func(*given, **(kwargs or {})))
-        if func is torch.ops.aten.batch_norm.default and args[5]:  # training changes the running statistics
+        if func is torch.ops.aten.batch_norm.default and args[5]:  # training updated the copies of the statistics
             for mine, copy in zip(args[3:5], given[3:5], strict=True):
                 if isinstance(mine, Tensor) and copy.data_ptr() != mine.data_ptr():
                     mine.copy_(copy.detach())
@@ -78,7 +78,10 @@ class Careful(TorchFunctionMode):
 
 
 def apart(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    """The largest difference over ``scale``; what is not finite must be the same."""
+    """The largest difference divided by ``scale``.
+
+    Infinite if shapes, dtypes, non-finite values, or any values of a dtype that is not floating-point differ.
+    """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return math.inf
     if not theirs.numel():
@@ -102,10 +105,10 @@ def _magnitude(tensor: Tensor) -> float:
 
 
 def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Worst:
-    """Which quantity is off the most, by how many times what is allowed: above 1 is wrong unless it is ill-conditioned.
+    """The quantity with the largest error relative to the allowed error; a ratio above 1 is wrong unless ill-conditioned.
 
-    A gradient that is the sum of others that cancel out is compared at a millionth of the largest gradient at least, and
-    at a hundredth of the outputs' weights in the loss, which are up to 1.
+    A gradient may be a sum of terms that cancel. Its error is therefore relative to at least a millionth of the largest
+    gradient, and at least a hundredth of the outputs' weights in the loss, which are up to 1.
     """
     dtype = case.dtype
     largest = max((_magnitude(t) for name, t in theirs.items() if name.startswith("gradient")), default=0.0)
@@ -128,9 +131,10 @@ def worst(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> 
 
 
 def _halves(ours: Tensor, theirs: Tensor, exact: Tensor, scale: float, eps: float) -> float:
-    """Our error over what is allowed: a little more than the plain model's, both against float64, and a few last places.
+    """Our error divided by the allowed one: a little more than the plain model's error, plus a few eps.
 
-    Where the plain model overflows and float64 does not, anything is allowed: what is right, too.
+    Both errors are against float64. Elements where the plain model or float64 is not finite are ignored: where only the
+    plain model overflows, a finite value is correct, too.
     """
     finite = theirs.isfinite() & exact.isfinite()
     if not ours[finite].isfinite().all():
@@ -140,7 +144,7 @@ def _halves(ours: Tensor, theirs: Tensor, exact: Tensor, scale: float, eps: floa
 
 
 def exactly(case: Case) -> Numbers | None:
-    """The numbers of the plain model in float64, which halves are compared with; None for a model without halves."""
+    """The results of the plain model in float64, the reference for bfloat16 and float16; None for other dtypes."""
     if case.dtype in TOLERANCES:
         return None
     model, args = build(case, torch.float64)
@@ -149,7 +153,7 @@ def exactly(case: Case) -> Numbers | None:
 
 
 def plain(case: Case, moved: int | None = None) -> Numbers:
-    """The plain model's numbers; with a seed, those with its weights, inputs and results moved in their last place."""
+    """The results of the plain model. A seed ``moved`` perturbs weights, inputs and all operands by one ulp."""
     model, args = build(case)
     if moved is None:
         with Careful():
@@ -160,10 +164,10 @@ def plain(case: Case, moved: int | None = None) -> Numbers:
 
 
 class _Jittered(TorchDispatchMode):
-    """Whatever an operator reads, also in the backward pass, moves in its last place, as if rounded otherwise.
+    """Perturbs all floating-point operands of all operators, also in the backward pass, by one ulp, like rounding.
 
-    It moves for each reader by itself, because a plan has a value in several layouts, each rounded on its own: a sum that
-    is reduced for one reader and left in parts for another differs from itself by rounding, where the plain model has 0.
+    Each consumer gets its own perturbation, because a plan holds a value in several layouts that are rounded separately:
+    the difference of a reduced sum and the same sum as partial sums is a rounding error; in the plain model, it is 0.
     """
 
     def __init__(self, seed: int) -> None:
@@ -176,16 +180,16 @@ class _Jittered(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _read(self, value: Any) -> Any:
-        # a zero tensor, as the gradient of a sign, has no memory
+        # a zero tensor, such as the gradient of a sign, has no storage
         if not isinstance(value, Tensor) or not value.is_floating_point() or value._is_zerotensor():
             return value
         found = _moved(value, self.generator)
-        # kernels choose by strides, and some misread them
+        # keep the strides: kernels dispatch on them, and some misread them
         return found if 0 in value.stride() else laid_like(found, value.stride())
 
 
 def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bool:
-    """Whether the plain model's own quantity moves about as much when all numbers move in their last place."""
+    """Whether perturbations of the plain model by one ulp change this quantity about as much as it is off."""
     scale = max(_magnitude(theirs[name]), 1e-30) if name in theirs else 1.0
     off = apart(ours[name], theirs[name], scale) if name in ours and name in theirs else math.inf
     moved = [apart(plain(case, i)[name], theirs[name], scale) for i in range(_MOVES)]
@@ -194,7 +198,7 @@ def ill_conditioned(case: Case, name: str, ours: Numbers, theirs: Numbers) -> bo
 
 
 def _moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Every number up, down or not at all, by its last place; 0 has none."""
+    """Moves every element up or down by one ulp, or not at all; zeros are kept."""
     way = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
     return torch.where((way == 0) | (tensor == 0), tensor, torch.nextafter(tensor, way * math.inf))
 

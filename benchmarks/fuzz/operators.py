@@ -1,8 +1,8 @@
 """Arguments for every operator of the rule table: name of the rule -> builder.
 
 A builder takes a source of choices (`benchmarks.fuzz.draws.Draw`) and returns ``(args, kwargs)`` for the operator itself,
-with an ``Operand`` for every tensor. Tests that run one operator make these tensors; the fuzzer finds them among the
-values of a model. Operators that are not in the table are element-wise: their arguments are read off torch's schema.
+with an ``Operand`` for every tensor. Tests that run one operator create these tensors; the fuzzer looks for them among
+the values of a model. Operators without a builder are element-wise: their arguments follow from torch's schema.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BUILDERS", "arguments"]
 
 
 def arguments(name: str, draw: Draw) -> Arguments:
-    """Random arguments for a rule's operator."""
+    """Random ``(args, kwargs)`` for the operator of a rule."""
     if name not in BUILDERS:
         return elementwise(name, draw)
     built = BUILDERS[name](draw)

@@ -1,4 +1,4 @@
-"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes, what the backward pass recomputes."""
+"""Random options of a case: family, mesh, schedule, chunks, panels, pins, modes, recomputation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GRIDS = {"summa-2d": ((2, 2), (2, 3), (2, 4), (3, 3)), "tesseract-2.5d": ((2, 2
 
 
 def random_options(rng: random.Random, case: Case) -> Options:
-    """Options that do not know the plan yet: what operators serve at random is decided when the model was captured."""
+    """Random options, except for strategies and resting layouts: `decided` draws these, after the model was captured."""
     family = rng.choice(["auto", "auto", "auto", *FAMILIES])
     mesh = rng.choice(MESHES)
     if family in ("data", "zero3") and len(mesh) > 1:

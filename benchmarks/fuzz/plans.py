@@ -1,6 +1,7 @@
-"""Plans of cases: the planner's, or one in which operators serve other factors than any optimum has.
+"""Plans of cases: the planner's, or plans with random strategies that an optimal plan would not contain.
 
-What operators serve is kept by steps of the module, not by nodes of a graph, so that it holds while a case is shrunk.
+Random strategies are stored by step of the module, not by node of the graph, so that they remain valid while a case is
+shrunk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from passes.strategies.strategy import LINEAR_PREFIX, Strategy
 
 __all__ = ["Use", "decided", "machine", "planned", "use_of", "uses_of"]
 
-#: (rule, what one mesh axis does for it): a factor as the rule names it, "+i", or "replicated".
+#: (rule, use of one mesh axis): the name of a factor in the rule, "+i" (a linear pseudo-factor), or "replicated".
 Use = tuple[str, str]
 
 _FREE = {"bandwidth": "1000000 GB/s", "latency": "0.000001 us"}
@@ -44,7 +45,7 @@ def machine(case: Case) -> Topology:
 
 
 def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captured, Plan]:
-    """A case's plan, with what was decided at random in it."""
+    """The captured model and the plan of a case, with the random strategies and resting layouts of its options."""
     options = case.options
     topology = machine(case)
     asked = Options(
@@ -62,7 +63,7 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
     asked.check(topology)
     captured = capture(model, tuple(args))
     plan = plan_captured(captured, topology, asked)
-    try:  # as other processes are given it
+    try:  # through a file, as other processes receive it
         plan = Plan.from_json(plan.to_json())
     except AutotpError as error:
         raise ValueError(f"a plan that no process takes: {error}") from error
@@ -70,7 +71,7 @@ def planned(case: Case, model: nn.Module, args: Sequence[Tensor]) -> tuple[Captu
 
 
 def steps_of(case: Case, captured: Captured) -> Mapping[str, tuple[str, int]]:
-    """Operator -> the step that it comes from, and its number among that step's."""
+    """Operator -> (name of the step that it comes from, its index among the operators of this step)."""
     lines, seen, found = lines_of(case), Counter[str](), {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "call_function":
@@ -108,7 +109,7 @@ def _changed(case: Case, captured: Captured, plan: Plan) -> Plan:
 
 
 def _panels(case: Case, captured: Captured, operators: Mapping[fx.Node, Operator], plan: Plan) -> dict[str, int]:
-    """The case's number of panels wherever that divides."""
+    """The number of panels of every panelled operator: the case's, where it divides the largest possible number."""
     count = case.options.panels or 1
     if count == 1:
         return {}
@@ -119,7 +120,7 @@ def _panels(case: Case, captured: Captured, operators: Mapping[fx.Node, Operator
 
 
 def nearest(operator: Operator, mesh: tuple[int, ...], wanted: Sequence[str | None]) -> Strategy:
-    """The strategy of an assignment, or of as much of it as the operator has."""
+    """The strategy that agrees with an assignment on the most axes."""
 
     def allow(axis: int, factor: object) -> bool:
         name = wanted[axis] or ""
@@ -130,11 +131,11 @@ def nearest(operator: Operator, mesh: tuple[int, ...], wanted: Sequence[str | No
 
 
 def decided(case: Case, rng: random.Random) -> Case:
-    """The case with strategies and resting layouts at random, written out; as it is where it cannot be captured."""
+    """The case with random strategies and resting layouts in its options; unchanged if it cannot be captured."""
     model, args = build(case)
     try:
         captured = capture(model, args)
-    except Exception:  # noqa: BLE001 - it is met again, and counted, when the case runs
+    except Exception:  # noqa: BLE001 - it recurs, and is counted, when the case runs
         return case
     operators, mesh = analyse(captured.graph_module.graph, captured.inputs), case.options.mesh
     places = steps_of(case, captured)
@@ -164,7 +165,7 @@ def _rest(shape: tuple[int, ...], mesh: tuple[int, ...], rng: random.Random) -> 
 
 
 def use_of(operator: Operator, name: str | None) -> Use:
-    """What serving ``name`` is called: a factor's name in the rule, and whether it is a minor part of a cut one."""
+    """The use of an axis for ``name``: the factor's name in the rule, marked if it is a minor part of a cut factor."""
     rule = name_of(operator.node)
     if name is None:
         return rule, "replicated"
@@ -177,14 +178,14 @@ def use_of(operator: Operator, name: str | None) -> Use:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What the operators of a case could do on one of its axes, and what they did."""
+    """The uses of a mesh axis that the strategies of a case's operators offered, and those that its plan took."""
 
     offered: frozenset[Use]
     taken: frozenset[Use]
 
 
 def uses_of(captured: Captured, plan: Plan) -> Uses:
-    """The uses of a plan."""
+    """The uses of mesh axes that were offered to a plan, and those that it took."""
     offered: set[Use] = set()
     taken: set[Use] = set()
     for node, operator in analyse(captured.graph_module.graph, captured.inputs).items():
@@ -200,7 +201,7 @@ def uses_of(captured: Captured, plan: Plan) -> Uses:
 
 
 def _alone(operator: Operator, name: str, mesh: tuple[int, ...]) -> bool:
-    """Whether some axis can serve a factor while the others do nothing."""
+    """Whether some mesh axis can be mapped to a factor while all other axes are unused."""
     return any(_serves(operator, name, mesh, axis) for axis in range(len(mesh)))
 
 

@@ -1,4 +1,4 @@
-"""Cases run by processes with gloo, many to a launch; the parent plans, and compares what every rank outcomes."""
+"""Runs cases in processes with gloo, many per launch; the parent plans them and compares the results of all ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from benchmarks.fuzz.run import Outcome, judged, refusal
 
 __all__ = ["Job", "prepared", "run_processes"]
 
-#: Seconds that ranks may take for a case, and besides to start: at the lowest priority, imports alone can take minutes.
+#: Time limits of the ranks in seconds: for each case, and in addition to start. At the lowest priority, imports alone can
+#: take minutes.
 _PATIENCE, _STARTING = 90.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A case with its plan, ready for processes."""
+    """A case with its plan, ready to run in processes."""
 
     number: int
     case: Case
@@ -41,7 +42,7 @@ class Job:
 
 
 def prepared(number: int, case: Case) -> Job | Outcome:
-    """A case's plan, or why there is none."""
+    """Plans a case; returns an outcome instead of a job if it cannot be planned."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -59,7 +60,7 @@ def prepared(number: int, case: Case) -> Job | Outcome:
 
 
 def run_processes(jobs: Sequence[Job], devices: int, done: Callable[[Job, Outcome], None]) -> None:
-    """Runs jobs of one number of devices; after an error the processes are started anew, for those that are left."""
+    """Runs jobs for the same number of devices; after an error, new processes are started for the remaining jobs."""
     left = list(jobs)
     while left:
         with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +74,7 @@ def run_processes(jobs: Sequence[Job], devices: int, done: Callable[[Job, Outcom
 
 
 def _watched(context: Any, jobs: Sequence[Job], devices: int, place: Path) -> list[tuple[Job, list[Any]]]:
-    """The jobs that ended, with every rank's result; stops the processes where one waits too long."""
+    """The jobs that ended, with every rank's result; stops the processes at the end, or if a job exceeds its time."""
     finished: list[tuple[Job, list[Any]]] = []
     since = time.monotonic() + _STARTING
     while len(finished) < len(jobs):
@@ -83,7 +84,7 @@ def _watched(context: Any, jobs: Sequence[Job], devices: int, place: Path) -> li
             finished.append((jobs[len(finished)], results))
             since = time.monotonic()
             if any(isinstance(result, Outcome) for result in results):
-                break  # its processes have ended, which is not the next job's fault
+                break  # its processes have exited, which must not be counted as a crash of the next job
             continue
         alive = any(process.is_alive() for process in context.processes)
         if (not alive and not all(file.exists() for file in files)) or time.monotonic() - since > _PATIENCE:
@@ -118,7 +119,7 @@ def _rank(rank: int, devices: int, folder: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
     logging.getLogger("autotp").setLevel(logging.ERROR)
-    meet = f"file://{folder}/meet"  # another program may take a port before they do
+    meet = f"file://{folder}/meet"  # no port, which another program might take before the ranks do
     dist.init_process_group("gloo", meet, timedelta(seconds=_PATIENCE / 2), devices, rank)
     for i, job in enumerate(pickle.loads((Path(folder) / "jobs").read_bytes())):
         try:
@@ -129,7 +130,7 @@ def _rank(rank: int, devices: int, folder: str) -> None:
         file.with_suffix(f".{rank}-written").write_bytes(pickle.dumps(result))
         file.with_suffix(f".{rank}-written").rename(file)
         if isinstance(result, Outcome):
-            os._exit(0)  # the others may wait for this rank: they must hear that it is gone
+            os._exit(0)  # the others may wait for this rank, and fail only when its connections close
     dist.destroy_process_group()
 
 
@@ -145,7 +146,7 @@ def _detached(numbers: Numbers) -> Mapping[str, Any]:
 
 
 def alone(case: Case) -> Outcome:
-    """What processes make of one case."""
+    """The outcome of one case in processes."""
     job = prepared(0, case)
     if isinstance(job, Outcome):
         return job

@@ -1,4 +1,4 @@
-"""One case: planned, run for all devices in lockstep, and compared with the plain model."""
+"""Plans one case, runs it for all devices in lockstep, and compares it with the plain model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Outcome:
 
     Attributes:
         kind: "ok", "refused", "not a model", "ill-conditioned", "wrong" or "crash".
-        reason: a message; the same for defects of one kind.
-        offered, taken: uses of mesh axes that were possible, and those of the plan.
-        plan: the plan that was run.
+        reason: A message; the same for defects of one kind.
+        offered, taken: The possible uses of mesh axes, and those of the plan.
+        plan: The plan that was run.
     """
 
     kind: str
@@ -39,12 +39,12 @@ class Outcome:
 
     @property
     def defect(self) -> bool:
-        """Whether it is a defect."""
+        """Whether the outcome is a defect of autotp."""
         return self.kind in FINDINGS
 
 
 def refusal(error: Exception) -> Outcome:
-    """Classifies an error: a refusal that a user can act on, a model that cannot be exported, or a crash."""
+    """Classifies an error: a refusal that a user can act on, a model that cannot be exported, a wrong result or a crash."""
     text = f"{type(error).__name__}: {error}"
     defect = "defect of autotp" in text
     if isinstance(error, CaptureError) and "torch.export failed" in text:
@@ -65,7 +65,7 @@ def _essence(text: str) -> str:
 
 
 def run(case: Case) -> Outcome:
-    """Plans a case, runs it and compares."""
+    """Plans a case, runs it in lockstep, and compares its results with the plain model's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _run(case)
@@ -74,7 +74,7 @@ def run(case: Case) -> Outcome:
 def _run(case: Case) -> Outcome:
     try:
         theirs, exact = plain(case), exactly(case)
-    except Exception as error:  # noqa: BLE001 - whatever torch says: it is not a model
+    except Exception as error:  # noqa: BLE001 - a case that torch itself rejects is not a model
         return Outcome("not a model", _essence(str(error)))
     model, args = build(case)
     try:
@@ -89,7 +89,7 @@ def _run(case: Case) -> Outcome:
 
 
 def judged(case: Case, ours: Numbers, theirs: Numbers, exact: Numbers | None) -> Outcome:
-    """Right, ill-conditioned or wrong."""
+    """The outcome of a comparison: ok, ill-conditioned or wrong."""
     name, ratio = worst(case, ours, theirs, exact)
     if ratio <= 1:
         return Outcome("ok")

@@ -14,7 +14,7 @@ Reproduces = Callable[[Case], bool]
 
 
 def shrink(case: Case, reproduces: Reproduces, tries: int = 400) -> Case:
-    """The smallest case that still reproduces the defect, after at most ``tries`` attempts."""
+    """The smallest case found in at most ``tries`` attempts that still reproduces the defect."""
     left, progress = tries, True
     while progress and left > 0:
         progress = False
@@ -32,7 +32,7 @@ def shrink(case: Case, reproduces: Reproduces, tries: int = 400) -> Case:
 
 
 def tidy(case: Case) -> Case:
-    """Removes steps and leaves that nothing reads any more."""
+    """Removes unused steps and leaves."""
     leaves = {leaf.name: leaf for leaf in case.leaves}
     used = set(case.outputs)
     for step in reversed(case.steps):
@@ -52,7 +52,7 @@ def _fewer_outputs(case: Case) -> Iterator[Case]:
 
 
 def _with(case: Case, gone: Step, names: dict[str, str]) -> Case:
-    """The case without a step, whose value goes by other names."""
+    """The case without the step ``gone``; references are renamed by ``names``."""
     steps = [
         replace(s, args=renamed(s.args, names), kwargs={k: renamed(v, names) for k, v in s.kwargs.items()})
         for s in case.steps
@@ -75,14 +75,14 @@ def _without_steps(case: Case) -> Iterator[Case]:
 
 
 def _values_as_inputs(case: Case) -> Iterator[Case]:
-    """A step's value given from outside, in the shape that it had."""
+    """Cases in which the result of a step is replaced by an input of the same shape and dtype."""
     if not case.steps:
         return
     shown = replace(case, outputs=tuple(s.result for s in case.steps if not s.writes))
     try:
         model, args = build(shown)
         found = model(*args)
-    except Exception:  # noqa: BLE001 - then it is not to be seen
+    except Exception:  # noqa: BLE001 - its values are unknown
         return
     found = found if isinstance(found, tuple) else (found,)
     for name, value in reversed(list(zip(shown.outputs, found, strict=True))):
@@ -154,7 +154,7 @@ def _plainer_leaves(case: Case) -> Iterator[Case]:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """One size, wherever it stands, made smaller; sizes that are products of it go along."""
+    """Cases with a smaller size: everywhere, with or without its multiples, or in one dim of one leaf."""
     for size in sorted({n for leaf in case.leaves for n in leaf.shape if n > 1}, reverse=True):
         for less in dict.fromkeys((1, 2, size // 2, size - 1)):
             if 0 < less < size:

@@ -1,4 +1,4 @@
-"""Statistics of a run of the fuzzer: cases by kind, rules, and uses of mesh axes."""
+"""Statistics of a run of the fuzzer: counts of outcomes, covered rules, and covered uses of mesh axes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Tally:
     """Counts of one run.
 
     Attributes:
-        kinds: kind of outcome -> cases.
-        reasons: (kind, reason) -> cases.
-        offered, taken: uses of mesh axes that were possible in any case, and those of cases whose numbers were correct.
-        written: rules whose operator the module of such a case calls.
+        kinds: Kind of outcome -> number of cases.
+        reasons: (kind, reason) -> number of cases.
+        offered, taken: Uses of mesh axes that were possible in any case, and those of cases with correct results.
+        written: Rules whose operators the modules of cases with correct results call.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -52,11 +52,11 @@ class Tally:
 
     @property
     def reached(self) -> set[str]:
-        """Rules whose operator ran in a case that was compared, under its own name or as capture spells it."""
+        """Rules whose operators ran in a case with correct results, under their own names or as capture rewrites them."""
         return {rule for rule, _ in self.taken} | self.written
 
     def line(self) -> str:
-        """The state in one line."""
+        """The statistics in one line."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
         pairs = len(self.taken & self.offered)
         share = pairs / max(1, len(self.offered))
@@ -66,7 +66,7 @@ class Tally:
         )
 
     def report(self) -> str:
-        """The state in full."""
+        """The full statistics, with all reasons and with the rules and uses that were not covered."""
         lines = [self.line(), ""]
         lines += [f"{count:6} {kind}: {reason}" for (kind, reason), count in self.reasons.most_common()]
         graphs = {rule for rule, _ in self.taken}

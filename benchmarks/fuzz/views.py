@@ -1,4 +1,4 @@
-"""Company for operands: values brought into a shape by views, and views that leave a shape as it is."""
+"""Views around operands: to bring a value into a shape, or to change its memory format but not its shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Emit = Callable[..., Ref]
 
 
 def adapted(emit: Emit, rng: random.Random, value: Ref, have: Shape, want: Shape) -> Ref | None:
-    """``value`` in the shape ``want``, by permuting, merging, slicing, selecting or expanding; None if nothing does it."""
+    """Brings ``value`` into the shape ``want`` by views and reductions (sum, amax); None if that is not possible."""
     if have == want:
         return value
     if sorted(have) == sorted(want) and len(have) <= 5:
@@ -52,7 +52,7 @@ def adapted(emit: Emit, rng: random.Random, value: Ref, have: Shape, want: Shape
 
 
 def _sliced(have: Shape, want: Shape) -> bool:
-    """Whether slices and broadcasting are enough."""
+    """Whether slices and broadcasting suffice."""
     return len(have) == len(want) and all(a >= b or a == 1 for a, b in zip(have, want, strict=True))
 
 
@@ -61,7 +61,7 @@ def _narrowed(have: Shape, want: Shape) -> Shape:
 
 
 def disguised(emit: Emit, rng: random.Random, value: Ref, shape: Shape, *, always: bool = False) -> Ref:
-    """The same values lying otherwise in memory; ``always`` for any view, whatever its shape."""
+    """The same values in another memory format, or unchanged; with ``always``, possibly a view of another shape."""
     if not shape or (not always and rng.random() < 0.6):
         return value
     last = len(shape) - 1

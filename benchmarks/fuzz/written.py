@@ -39,7 +39,7 @@ def rank(number, devices, port, check):
 
 
 def as_test(case: Case, name: str, reason: str, *, processes: bool = False) -> str:
-    """The source of a module with one test that fails as the case does, with ``processes`` in several processes."""
+    """The source of a module with one test that fails as the case does; ``processes``: in one process per device."""
     train = ", train=False" * case.options.inference
     made = "autotp.parallelize(model, topology, args, plan=plan)"
     ours = [f"    ours = step(autotp.simulate(model, plan, args, schedule=plan.schedule), model, args{train})"]
@@ -106,7 +106,7 @@ def _assertion(case: Case) -> list[str]:
 
 
 def _decisions(case: Case) -> list[str]:
-    """What operators serve, and where parameters rest, where that is not the planner's choice."""
+    """The lines that replace strategies, panels and resting layouts in the plan, if the case's options do."""
     if not case.options.served and not case.options.rests:
         return []
     try:

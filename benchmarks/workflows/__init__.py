@@ -1,4 +1,4 @@
-"""What people do with a distributed module, with autotp and FSDP2.
+"""Common workflows with a distributed module, run with autotp and with FSDP2.
 
-`rows`, `state`, `frameworks` and `mistakes` say what, `side` how.
+`rows`, `state`, `frameworks` and `mistakes` define the workflows; `side` distributes models in either way.
 """

@@ -1,4 +1,4 @@
-"""Runs the rows under torchrun and writes docs/workflows.md: ``python -m benchmarks.workflows --write``."""
+"""Runs all workflows under torchrun and writes docs/workflows.md: ``python -m benchmarks.workflows --write``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "workflows.md"
 SIDES = ("autotp", "FSDP2")
 _SECONDS = 300
-#: Row -> (verdict, detail).
+#: Name of the row -> (verdict, detail).
 Results = dict[str, tuple[str, str]]
 
 
 def main() -> None:
-    """Runs the rows on both sides."""
+    """Runs the rows with both autotp and FSDP2."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="numbers of them (default: 2 4)")
     parser.add_argument("--only", default="", help="rows whose names contain this")
@@ -55,7 +55,7 @@ def _rows(only: str) -> list[Any]:
 
 
 def _all(side: str, ranks: int, only: str) -> Results:
-    """What the rows gave on so many processes. Those that hang are ended, and begin again behind the row."""
+    """The results of the rows on this number of processes. After a row that hangs or ends them, new processes continue."""
     rows, found = _rows(only), Results()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found"
@@ -84,7 +84,7 @@ def _all(side: str, ranks: int, only: str) -> Results:
             subprocess.run(["pkill", "-f", str(output)], check=False)
             said = process.communicate()[1]
             found |= {name: (verdict, detail) for name, verdict, detail in map(json.loads, output.read_text().splitlines())}
-            if len(found) < len(rows) and (hung or process.returncode):  # else the last row ends the job
+            if len(found) < len(rows) and (hung or process.returncode):  # otherwise, the last row ended the job on purpose
                 last = [line for line in said.splitlines() if line.strip(" =-")][-1:] or [""]
                 found[rows[len(found)].name] = ("hangs", "") if hung else ("ended", last[0][:200])
     return found
@@ -120,7 +120,7 @@ def _verdict(row: Any, side: Any) -> tuple[str, str]:
         found = row.run(side)
     except Different as error:
         return "wrong", str(error)
-    except Exception as error:  # noqa: BLE001 - that is what the row shows
+    except Exception as error:  # noqa: BLE001 - the row reports the error
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return "refused", f"{type(error).__name__}: {lines[0]}"
     finally:
@@ -142,14 +142,16 @@ _WORDS = {
 
 def _page(found: dict[tuple[str, int], Results]) -> str:
     numbers = sorted({ranks for _, ranks in found})
+    each = ", one for each number of processes," if len(numbers) > 1 else ","
     lines = [
         "# What people do, beside FSDP2",
         "",
-        f"`python -m benchmarks.workflows --write` runs every row on {' and on '.join(map(str, numbers))} processes, with",
-        "autotp and with FSDP2 (`fully_shard` of every block), against the plain model in one process. A figure is the",
-        "largest difference of losses, gradients or parameters, in float64 unless the row names another dtype"
-        f"{'; there is one for each number of processes' if len(numbers) > 1 else ''}.",
-        "A mistake should be an error on every rank, or do what was meant; *silent* means that it does neither.",
+        f"`python -m benchmarks.workflows --write` runs every row on {' and on '.join(map(str, numbers))} processes, with"
+        " autotp and with FSDP2",
+        "(`fully_shard` of every block), and compares them with the plain model in one process. The figures are the",
+        f"largest differences of losses, gradients or parameters{each} in float64 unless the",
+        "row names another dtype. A mistake should raise an error on every rank, or have the intended effect; *silent*",
+        "means that it does neither.",
         "",
     ]
     group = ""
@@ -168,7 +170,7 @@ def _page(found: dict[tuple[str, int], Results]) -> str:
 
 
 def _cell(made: dict[int, tuple[str, str]]) -> str:
-    """What a row gave on each number of processes."""
+    """The table cell of a row, from its results by number of processes."""
     if {verdict for verdict, _ in made.values()} == {"exact"}:
         return f"works: {', '.join(detail for _, detail in made.values())}"
     said = {ranks: _said(*each) for ranks, each in made.items()}

@@ -22,7 +22,7 @@ FRAMEWORKS = "Frameworks"
 
 
 def _by_hand(plain: Any, optimizer: torch.optim.Optimizer, batches: Any) -> Iterator[float]:
-    """An epoch of the plain model, whose gradients add up over two batches and are clipped; its losses."""
+    """Trains the plain model for an epoch, with gradients accumulated over two batches and clipped; yields losses."""
     for number, data in enumerate(batches):
         found = plain(**data) if isinstance(data, dict) else plain(*data)
         loss = found if isinstance(found, torch.Tensor) else found.loss
@@ -35,7 +35,7 @@ def _by_hand(plain: Any, optimizer: torch.optim.Optimizer, batches: Any) -> Iter
 
 
 def _loader(side: Side) -> DataLoader[Any]:
-    """Four batches: whole ones for autotp, and this rank's rows for FSDP2."""
+    """A loader of four batches: global ones for autotp, and this rank's rows for FSDP2."""
     rows = TensorDataset(*batch(32))
     if side.ours:
         return DataLoader(rows, 8)
@@ -43,7 +43,7 @@ def _loader(side: Side) -> DataLoader[Any]:
 
 
 def fitted(side: Side, model: nn.Module, epochs: int = 1, resume: str | None = None, beside: Any = None, **how: Any) -> Any:
-    """Lightning's trainer, after it fitted a LightningModule that distributes the model."""
+    """Fits a LightningModule that distributes the model; returns Lightning's trainer."""
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
 
@@ -121,7 +121,7 @@ def _trainer(side: Side) -> float | str:
         module = side.distribute(copy.deepcopy(model), (), kwargs=example, strategy=strategy)
         Trainer(module, args, train_dataset=rows).train(resume_from_checkpoint=epochs == 2)
     optimizer = ADAMW(model.parameters(), weight_decay=0.0)
-    for _ in range(2):  # a step has all rows, in whatever order
+    for _ in range(2):  # each step has all rows, so their order does not matter
         [*_by_hand(model, optimizer, [{name: value[part] for name, value in whole.items()} for part in _HALVES])]
     return side.apart(module, model)
 
@@ -137,7 +137,7 @@ def _accelerate(side: Side) -> float | str:
 
     from autotp.integrations.accelerator import Accelerator
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the row before
+    AcceleratorState._reset_state(reset_partial_state=True)  # drop the state of an earlier row
     GradientState._reset_state()
     model, plain = side.model()
     folder, losses = side.folder(), list[float]()

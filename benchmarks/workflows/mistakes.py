@@ -19,7 +19,7 @@ MISTAKES = "Mistakes, which should be errors"
 
 
 def mistake(name: str) -> Callable[[Callable[[Side, Any], Any]], Any]:
-    """A row of a module that is used wrongly after one step."""
+    """Adds a row that calls the decorated function, which misuses a module, after one training step."""
 
     def add(wrong: Callable[[Side, Any], Any]) -> Any:
         def run(side: Side) -> float | str:

@@ -1,4 +1,4 @@
-"""The rows of the table: what people do with a distributed module, written once for autotp and for FSDP2."""
+"""The rows of the table: common workflows with a distributed module, written once for both autotp and FSDP2."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 @dataclass(frozen=True)
 class Row:
-    """A row.
+    """A row of the table: a workflow.
 
     Attributes:
-        group, name: for readers.
-        run: does it on one side; gives the largest difference from the plain model, or what there is to say.
-        mistake: it should be an error.
-        tolerance: up to which a difference counts as none.
-        ends: the ranks' collectives do not match afterwards, so that the processes have to end.
+        group, name: The heading of the row and its name.
+        run: Runs the workflow on one side; returns the largest difference from the plain model, or a message.
+        mistake: Whether the workflow should raise an error.
+        tolerance: The largest difference that counts as exact.
+        ends: Whether the processes must end after the row, because the ranks' collectives no longer match.
     """
 
     group: str
@@ -44,7 +44,7 @@ ROWS: list[Row] = []
 
 
 def row(group: str, name: str, **how: Any) -> Callable[[Callable[..., float | str]], Any]:
-    """Adds a row."""
+    """A decorator that adds a row to `ROWS`; ``how`` are attributes of :class:`Row`."""
 
     def add(run: Callable[..., float | str]) -> Any:
         ROWS.append(Row(group, name, run, **how))
@@ -56,7 +56,7 @@ def row(group: str, name: str, **how: Any) -> Callable[[Callable[..., float | st
 def trained(
     side: Side, steps: int = 3, optimizer: Any = SGD, data: Any = None, change: Any = None, **options: Any
 ) -> float:
-    """The same steps on both; the largest difference of losses and parameters."""
+    """Trains the distributed and the plain model; returns the largest difference of losses and parameters."""
     model, plain = side.model()
     module = side.distribute(model, **options)
     for each in (module, plain):
@@ -68,7 +68,7 @@ def trained(
 
 
 def evaluated(side: Side, given: Any = None, switch: Any = None, context: Any = torch.no_grad, **named: Any) -> float:
-    """A step, then logits in another mode, or of other inputs."""
+    """Compares logits after a step, in another mode or of other inputs, and then another training step."""
     model, plain = side.model()
     module = side.distribute(model)
     side.step(module, plain, [SGD(each.parameters()) for each in (module, plain)], batch())
@@ -160,7 +160,7 @@ ACCUMULATION = "Accumulation"
 
 
 def accumulated(side: Side, rows: tuple[int, ...] = (4, 4), sync: bool = False, drop: bool = False) -> float:
-    """Micro-batches whose gradients add up."""
+    """Compares gradients that are accumulated over micro-batches of these numbers of rows."""
     model, plain = side.model()
     module = side.distribute(model)
     for number, size in enumerate(rows):
@@ -201,7 +201,7 @@ row(OPTIMIZERS, "`AdamW(fused=True)`", tolerance=1e-6)(
 
 
 def _stepped(side: Side, between: Callable[[Any, Any], None], groups: bool = False) -> float:
-    """Steps with something between the backward pass and the update."""
+    """Compares parameters after steps with an action between the backward pass and the update."""
     model, plain = side.model()
     module = side.distribute(model)
     kinds = []

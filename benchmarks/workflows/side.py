@@ -1,4 +1,4 @@
-"""One way to distribute a model, with what a row needs to say the same of both: autotp, or FSDP2."""
+"""A common interface to distribute a model with autotp or FSDP2, for rows that are written once for both."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["Different", "Net", "Side", "batch", "check", "whole"]
 
 
 class Different(Exception):
-    """What the plain model does is not what the distributed one did."""
+    """Raised if the distributed model behaves differently from the plain model."""
 
 
 def check(same: bool) -> None:
-    """Raises `Different` unless all is as with the plain model."""
+    """Raises `Different` unless ``same`` is true."""
     if not same:
         raise Different("it is not as with the plain model")
 
 
 class Net(nn.Module):
-    """Token embeddings, two blocks with a norm and dropout, and a tied head; the loss where labels are given."""
+    """Token embeddings, two blocks with a norm and dropout, and a tied head; returns the loss if labels are given."""
 
     def __init__(self, dropout: float = 0.0, width: int = 16, words: int = 32) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """Logits ``[batch, tokens, words]``, or the mean loss."""
+        """Logits ``[batch, tokens, words]``, or the mean loss if labels are given."""
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
@@ -58,19 +58,19 @@ class Net(nn.Module):
 
 
 def batch(rows: int = 8, tokens: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and labels, the same on every rank."""
+    """Random ids and labels ``[rows, tokens]``, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     ids, labels = (torch.randint(32, (rows, tokens), generator=generator) for _ in range(2))
     return ids, labels
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank."""
+    """The full tensor, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Side:
-    """autotp, or FSDP2.
+    """A way to distribute a model: autotp or FSDP2.
 
     Args:
         name: ``autotp`` or ``FSDP2``.
@@ -81,13 +81,13 @@ class Side:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
     def model(self, dropout: float = 0.0, kind: type[Net] = Net) -> tuple[Net, Net]:
-        """A model to distribute, and its plain copy; float64, equal on all ranks."""
+        """A model to distribute and its plain copy, in float64 and equal on all ranks."""
         torch.manual_seed(0)
         made = kind(dropout).double()
         return made, copy.deepcopy(made)
 
     def distribute(self, model: nn.Module, args: Sequence[Any] | None = None, **options: Any) -> Any:
-        """The distributed model, in a way that is exact: ``zero3`` or ``fully_shard`` of every block."""
+        """Distributes a model, by default with ``zero3``, or with ``fully_shard`` of every block: both are exact."""
         if self.ours:
             options = {"strategy": "zero3", "mesh": (self.ranks,)} | options
             return autotp.parallelize(model, None, batch() if args is None else args, **options)
@@ -103,13 +103,13 @@ class Side:
         return made[0]
 
     def part(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What a rank passes: the whole batch to autotp, its part of it to FSDP2."""
+        """The arguments that a rank passes: the global batch with autotp, this rank's part of it with FSDP2."""
         if self.ours:
             return tensors
         return tuple(tensor.tensor_split(self.ranks)[self.rank] for tensor in tensors)
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The loss of the whole batch, of which FSDP2's ranks have a part each."""
+        """The loss of the global batch, averaged over the ranks with FSDP2."""
         found = whole(loss.detach().clone())
         if not self.ours:
             dist.all_reduce(found)
@@ -117,7 +117,7 @@ class Side:
         return found
 
     def logits(self, value: Tensor) -> Tensor:
-        """The logits of the whole batch."""
+        """The logits of the global batch, on every rank."""
         if self.ours:
             return whole(value)
         parts = [None] * self.ranks
@@ -127,7 +127,7 @@ class Side:
     def step(
         self, module: Any, plain: Any, optimizers: Iterable[torch.optim.Optimizer], data: tuple[Tensor, Tensor]
     ) -> float:
-        """A step of both; the difference of their losses."""
+        """Trains both models for a step; returns the absolute difference of their losses."""
         losses = []
         for each, given, optimizer in zip((module, plain), (self.part(*data), data), optimizers, strict=True):
             optimizer.zero_grad()
@@ -138,7 +138,7 @@ class Side:
         return float((losses[0] - losses[1]).abs())
 
     def apart(self, module: nn.Module, plain: nn.Module, *, gradients: bool = False) -> float:
-        """The largest difference of parameters, or of gradients, over the largest magnitude."""
+        """The largest difference of parameters (or gradients), relative to the largest magnitude of each tensor."""
         mine, theirs = dict(module.named_parameters()), dict(plain.named_parameters())
         found = [0.0]
         for name, value in theirs.items():

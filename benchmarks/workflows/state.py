@@ -1,4 +1,4 @@
-"""More rows: state that is saved and loaded, adapters, generation, and tools."""
+"""More rows: saving and loading state, adapters, generation, and tools."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _full(side: Side) -> float:
 
 
 def _resumed(side: Side, other: dict[str, Any]) -> float:
-    """Saves after two steps, loads into another module, and goes on: the curve is that of the plain model."""
+    """Saves after two steps, loads into another module, resumes, and compares the losses with the plain model's."""
     model, plain = side.model()
     module = side.distribute(copy.deepcopy(model))
     optimizers = [ADAMW(each.parameters()) for each in (module, plain)]
@@ -203,7 +203,7 @@ def _shown(side: Side) -> float:
 
 
 class Scaled(Net):
-    """With data, a method, a property and a kind of argument of its own; ``train`` keeps its norms in ``eval()``."""
+    """A model with its own data, method, property and argument type; ``train`` keeps its last norm in ``eval()``."""
 
     class Scale(enum.Enum):
         ONE, TWO = 1.0, 2.0
@@ -240,7 +240,7 @@ def _own(side: Side) -> float:
 
 
 class Noted(Net):
-    """Leaves tensors on itself and on a part of it, of which the loss takes some."""
+    """A model whose ``forward`` sets tensors as attributes of itself and of a submodule; the loss uses some of them."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         self.logits = super().forward(ids)

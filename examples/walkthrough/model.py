@@ -8,7 +8,7 @@ VOCABULARY, TOKENS, HIDDEN, HEADS, LAYERS = 16384, 64, 256, 8, 4
 
 
 class Layer(nn.Module):
-    """Attention, then a perceptron."""
+    """Attention, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden states to hidden states."""
+        """Map hidden states to hidden states."""
         y = self.norm1(x)
         q, k, v = (f(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -35,7 +35,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Token numbers to the loss."""
+        """The loss of a batch of token ids."""
         x = self.tokens(tokens) + self.places.weight
         for layer in self.layers:
             x = layer(x)
@@ -44,6 +44,6 @@ class GPT(nn.Module):
 
 
 def build() -> tuple[nn.Module, tuple[Tensor]]:
-    """The model and a batch of 8."""
+    """The model and a batch of 8 sequences."""
     torch.manual_seed(0)
     return GPT(), (torch.randint(VOCABULARY, (8, TOKENS)),)

@@ -1,4 +1,4 @@
-"""What the tables in docs/ claim holds; ``outcome`` itself fails where auto loses, or a family in its own setting."""
+"""The claims of the tables in docs/ hold; ``outcome`` itself fails if auto loses, or a family in its own setting."""
 
 import re
 from pathlib import Path

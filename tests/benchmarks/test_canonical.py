@@ -1,4 +1,4 @@
-"""The command for canonical jobs, on a job small enough to plan in a second."""
+"""The command for canonical jobs, run on a job that is planned in a second."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from benchmarks.canonical import JOBS, MODELS, Job, alone, model_of, planned, re
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8, "vocab_size": 96}
 TINY = Job("tiny", 4, batch=2, sequence=16, sizes=SIZES)
-#: Parameters that are published, in billions.
+#: Published numbers of parameters, in billions.
 PUBLISHED = {"Llama-3-8B": 8.03, "Llama-3-70B": 70.55, "Llama-3-405B": 405.85, "Llama-2-13B": 13.02, "MPT-1B": 1.32}
 
 

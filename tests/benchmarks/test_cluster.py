@@ -1,4 +1,4 @@
-"""The emulated cluster: what a topology comes to, and namespaces that are really made, used and removed."""
+"""The emulated cluster: the layout of a topology, and namespaces that are really created, used and removed."""
 
 import dataclasses
 import os
@@ -53,7 +53,7 @@ TWO_NODES = (("ethernet", 2, 25e6),)
 
 @pytest.fixture(scope="session")
 def host():
-    """Skips where namespaces, bridges or token buckets cannot be had."""
+    """Skips if namespaces, bridges or token buckets are not available."""
     name = f"autotp-{os.getpid()}-999999-probe"
     try:
         netns.require_host()
@@ -167,7 +167,7 @@ def test_all_reduce_keeps_to_the_rate(host, program):
     for node, output in enumerate(outputs):
         _, rank, group, value, seconds = next(line for line in output.splitlines() if line.startswith("result")).split()
         assert (int(rank), int(group), float(value)) == (node, node, 3.0)
-        # Of two ranks, each sends as much as it has.
+        # With two ranks, each sends as many bytes as it has.
         assert 0.5 < MEGABYTES * 8e6 / float(seconds) / 200e6 < 1.1
 
 
@@ -228,7 +228,7 @@ def test_time_out_kills_and_the_cluster_can_be_used_again(host, tmp_path, monkey
     sleeper = (
         "import os, sys, time\nprint('alive', file=sys.stderr, flush=True)\ntime.sleep(float(sys.argv[1]))\nprint('done')"
     )
-    # Torchrun itself takes seconds to start, and is no part of what is tested here.
+    # torchrun itself takes seconds to start, and is not tested here.
     monkeypatch.setattr(Cluster, "_torchrun", lambda self, node, port: [sys.executable])
     with Cluster(topology(*TWO_NODES)) as cluster:
         with pytest.raises(RunTimeout, match=r"not ended after 3 s: node 0, 1(.|\n)*alive"):
@@ -258,7 +258,7 @@ def test_signals(host, tmp_path, number, left):
     (tmp_path / "topology.toml").write_text(TOPOLOGY)
     text = (
         "from benchmarks.cluster import Cluster, Topology\nimport signal, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in what a shell starts in the background
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a shell's background processes
         "with Cluster(Topology.load(sys.argv[1])):\n    print('made', flush=True)\n    time.sleep(100)"
     )
     command = [sys.executable, script(tmp_path, text), str(tmp_path / "topology.toml")]

@@ -1,4 +1,4 @@
-"""The benchmark of architectures: its verdicts, and that results which it has are not made anew."""
+"""The benchmark of architectures: its verdicts, and that existing results are not computed again."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from passes.rules.table import RULES
 
 
 class Doubled(nn.Module):
-    """One operator with a rule, one without, an output of truth values."""
+    """One operator with a rule, one without, and a boolean output."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def test_verdicts(monkeypatch):
     assert 0.5 < found.share < 1 and set(found.seconds) == set(checking.PLANS) and found.operators == 4
     assert checking.check("deciding").verdict == "not exported"
     assert checking.check("unknown").verdict == "not built"
-    # An operator that no device computes right: every device adds the bias.
+    # Makes an operator wrong on every device: each of them adds the bias.
     wrong = dataclasses.replace(RULES["aten.linear.default"], form="… k, n k, n -> … n", additive=())
     monkeypatch.setattr("passes.rules.table.RULES", {**RULES, "aten.linear.default": wrong})
     monkeypatch.setattr(checking, "PLANS", {"megatron-1d": (4,)})

@@ -1,4 +1,4 @@
-"""The table of faults: what is run again takes its place among the rows that are there, and all jobs went on."""
+"""The table of faults: repeated cases replace their existing rows, and all jobs went on."""
 
 from benchmarks import faults
 

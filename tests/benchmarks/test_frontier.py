@@ -1,4 +1,4 @@
-"""The frontier of memory and time: what is planned for it, what is said of it, and a run."""
+"""The frontier of memory and time: its plans, its report, and a run."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_less_memory_takes_more_time(plans):
     for share, plan in found:
         assert plan.predicted.memory_bytes <= share * whole * (1 + 1e-9)
     times = [plan.predicted.step_seconds for _, plan in found]
-    # each within its gap of the best for its memory
+    # each is within its gap of the best for its memory
     assert all(later >= earlier * (1 - 0.01) for earlier, later in zip(times, times[1:], strict=False))
     assert times[-1] > times[0]
     assert found[-1][1].predicted.memory_bytes == pytest.approx(least)

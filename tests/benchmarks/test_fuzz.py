@@ -1,4 +1,4 @@
-"""The fuzzer: its cases are reproducible, correct plans run clean, and a wrong lowering is found and shrunk to a test."""
+"""The fuzzer: cases are reproducible, correct plans pass, and a wrong lowering is found and reduced to a test."""
 
 import pickle
 import random
@@ -55,7 +55,7 @@ def test_torch_takes_the_arguments_of_every_rule():
 
 def test_every_rule_is_the_focus_of_one_case():
     called = {step.call.removeprefix("torch.ops.") for n in range(len(RULES)) for step in generate(110, n).steps}
-    assert RULES.keys() - called <= {"autotp.batch_norm_train.default"}  # a name that the capture gives
+    assert RULES.keys() - called <= {"autotp.batch_norm_train.default"}  # a name that only capture gives
 
 
 def test_outputs_are_real():
@@ -98,7 +98,7 @@ def test_right_plans_run_clean():
 
 
 def softmax_of(dim_served):
-    """A sharded softmax in the company of other operators."""
+    """A case with a sharded softmax among other operators."""
     steps = (
         Step("v1", "torch.ops.aten.mul.Tensor", (Ref("x"), Ref("p"))),
         Step("v2", ".transpose", (Ref("v1"), 0, 1)),
@@ -115,7 +115,7 @@ def test_a_wrong_lowering_is_found_and_shrunk_to_a_test(monkeypatch):
     case, rule = softmax_of("v0"), RULES["aten.softmax.int"]
     assert run(case).kind == "ok"
 
-    def broken(at, x, dim, *_):  # forgets what the other devices have
+    def broken(at, x, dim, *_):  # ignores the elements of other devices
         weights = torch.exp(x)
         return weights / weights.sum(dim, keepdim=True)
 
@@ -147,7 +147,7 @@ def test_a_crash_is_not_a_refusal(monkeypatch):
 
 
 def cancelling():
-    """A difference of equal sums: what is left of it is rounding."""
+    """A difference of equal sums, of which only rounding errors are left."""
     steps = (
         Step("v1", ".sum", (Ref("x"),)),
         Step("v2", ".sum", (Ref("x"), 0)),
@@ -170,7 +170,7 @@ def test_rounding_is_not_an_error():
 
 @pytest.mark.parametrize(("dtype", "seed"), [(F64, 1), (torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)])
 def test_a_sum_in_parts_less_the_same_sum_is_rounding(dtype, seed):
-    """One is reduced and rounded, the other is not: their difference is 0 in the plain model alone."""
+    """One sum is reduced and rounded, the other is not: their difference is 0 in the plain model only."""
     steps = (
         Step("v1", "torch.ops.aten.cross_entropy_loss.default", (Ref("x"), Ref("t"), None, 1, -100, 0.1)),
         Step("v2", ".expand", (Ref("v1"), [2, 6, 6])),
@@ -187,7 +187,7 @@ def test_a_sum_in_parts_less_the_same_sum_is_rounding(dtype, seed):
 
 
 def test_a_model_with_zeros_is_not_ill_conditioned():
-    """A zero that moved below 0 had no root, beside which every error was taken for rounding."""
+    """Regression: a zero that was moved below 0 had no root, so every error was taken for rounding."""
     steps = (Step("v1", ".relu", (Ref("x"),)), Step("v2", ".sqrt", (Ref("v1"),)))
     case = Case((Leaf("x", "input", (8, 8), F64, seed=1),), steps, ("v2",))
     theirs = plain(case)
@@ -195,7 +195,7 @@ def test_a_model_with_zeros_is_not_ill_conditioned():
 
 
 def test_gradients_without_memory_are_not_moved():
-    """The gradient of a sign is a zero tensor, which torch gives no memory: writing there ended the process."""
+    """Regression: the gradient of a sign is a zero tensor without memory; writing to it ended the process."""
     steps = (Step("v1", "torch.ops.aten.sgn.default", (Ref("x"),)),)
     case = Case((Leaf("x", "input", (64, 64), F64, seed=1, trained=True),), steps, ("v1",))
     assert not plain(case, 0)["gradient of input 0"].any()
@@ -238,7 +238,7 @@ class Norms(nn.Module):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_the_careful_plain_model_is_the_plain_model(training):
-    """Statistics written back after every kernel made stale what was saved, and cut the gradient of group norm's bias."""
+    """Regression: statistics written back after each kernel left saved tensors stale and cut group norm's bias gradient."""
     x = torch.randn(3, 4, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plain, careful = Norms(training), Norms(training)
     expected = step(plain, plain, (x,))
@@ -250,7 +250,7 @@ def test_the_careful_plain_model_is_the_plain_model(training):
 
 
 def test_the_case_after_one_that_fails_is_run_by_new_processes(monkeypatch):
-    """Those of the first end with its error, which was counted as a crash of the second."""
+    """Regression: processes of the first case end with its error, which was counted as a crash of the second case."""
     outcomes, seen = [Outcome("crash", "the first's"), Outcome("crash", "the second's")], []
 
     def start(_, args, nprocs, **__):

@@ -1,4 +1,4 @@
-"""The GPU benchmark, on the CPU: small models, without a compiler."""
+"""The GPU benchmark, run on the CPU with small models and without a compiler."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What is checked of predictions without a cluster: prices by size and kind, rankings, and the report."""
+"""Tests of predictions without a cluster: prices by size and kind, rankings, and the report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operators():
 
 
 def test_a_device_computes_its_part_of_an_operator():
-    """Of every strategy, against the shapes of the device's parts; and what the strategy costs by itself is its row."""
+    """Work of every strategy is that of the device's parts, and a strategy priced by itself costs what its row says."""
     levels = Level("node", 2, 1e9, 1e-5, contention=0.7), Level("network", 2, 1e8, 1e-4, contention=0.3)
     prices, mesh = Prices(autotp.Topology("nodes", DEVICE, levels), (2, 2)), (2, 2)
     kinds = set()
@@ -85,7 +85,7 @@ def test_small_shards_are_slower():
     assert compute.seconds(1e9, 1.0, DEVICE, "float32", kind="") == pytest.approx(plain, rel=1e-3)
     slow = compute.seconds(0.0, 1e9, DEVICE, "float32", kind="norm") - DEVICE.launch
     assert slow == pytest.approx(2 * 1e9 / DEVICE.memory_bandwidth)
-    # What a split saves is less than its ways.
+    # Splitting a product saves less than proportionally.
     whole, half = (compute.seconds(2.0 * m * 64 * 64, 1.0, DEVICE, "float32", dims=(m, 64, 64)) for m in (64, 32))
     assert 0.5 < (half - DEVICE.launch) / (whole - DEVICE.launch) < 1
 

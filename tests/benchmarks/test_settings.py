@@ -1,4 +1,4 @@
-"""The plans of families are in the space of `auto`, and what is said of them."""
+"""The plans of families are in the space of `auto`, and what the report says of them."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ QUICK = (("GPT 4 × 1024", "8 × dgx-h100"), ("perceptron 4096, 16384", "4 × et
 @pytest.mark.exact
 @pytest.mark.parametrize(("model", "machine"), QUICK)
 def test_every_family_is_inside_auto(model, machine):
-    """Pinned to a family's choices, `auto` finds the same step: the family's plan is one of its own."""
+    """Pinned to a family's choices, `auto` finds the same step, so the family's plan is in its space."""
     (found,) = outcomes(model, machine, ["ample"])
     captured = capture(*MODELS[model](4 * MACHINES[machine].devices))
     some = 0
@@ -23,7 +23,7 @@ def test_every_family_is_inside_auto(model, machine):
             continue
         same = contained(captured, plan)
         assert same.predicted.step_seconds <= plan.predicted.step_seconds * (1 + 1e-9), name
-        # Pins do not say in which order axes shard a dim. Plans in chunks are no optima, so it may find a better one.
+        # Pins do not fix the order in which axes shard a dim. Chunked plans are not optimal, so it may find a better one.
         close = 1e-4 if plan.chunks else 1e-9
         assert same.predicted.step_seconds == pytest.approx(plan.predicted.step_seconds, rel=close), name
         assert same.predicted.memory_bytes == pytest.approx(plan.predicted.memory_bytes, rel=close), name

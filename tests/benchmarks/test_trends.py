@@ -1,4 +1,4 @@
-"""The papers' trends, predicted: orders, signs and optima, and that docs/trends.md says what the commands do."""
+"""The papers' trends, predicted: orders, signs and optima; and docs/trends.md says what the commands print."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_atp_overhead_falls_with_scale_where_devices_have_their_own_links(name):
     best = {devices: trends_mesh.least(splits) for devices, splits in found.items()}
     assert best[8].seconds > best[16].seconds > best[32].seconds
     assert [(best[n].d1, best[n].d2) for n in found] == [OPTIMA[n][0] for n in found]
-    assert found[8][0].seconds < found[32][0].seconds  # Megatron's does not fall
+    assert found[8][0].seconds < found[32][0].seconds  # Megatron's does not decrease
 
 
 @pytest.mark.exact
@@ -73,7 +73,7 @@ def test_tesseract_order_and_accuracy():
         forward, backward = trends_tesseract.predicted(*of, printed.batch, TESSERACT)
         within = 1e-6 if of in trends_tesseract.FITTED_TO else 0.06 if of != (4, 4) else 0.5  # runs of one differ by 0.35
         assert forward + backward == pytest.approx(printed.seconds, rel=within), of
-        assert 3.0 - 1e-9 <= backward / forward < 3.6  # again, then both gradients, and dB over depth
+        assert 3.0 - 1e-9 <= backward / forward < 3.6  # recomputation, then both gradients, and dB over depth
     assert trends_tesseract.headline(TESSERACT) == pytest.approx(1.45, abs=0.1)
 
 

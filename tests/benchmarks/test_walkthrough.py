@@ -1,4 +1,4 @@
-"""The walk-through in docs/: its commands run and end as it says, its outputs are theirs, and its story is true."""
+"""The walk-through in docs/: its commands run and end as it says, its outputs are current, and its claims are true."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PROSE = " ".join(BLOCK.sub("", PAGE_TEXT).split())
 
 
 def comparable(command, text):
-    """What is the same on every machine: not the rounding that ``verify`` has a table of."""
+    """The lines that are equal on all machines, without the table of rounding errors that ``verify`` prints."""
     return [line for line in text.splitlines() if command.words[0] != "verify" or line[0].isalpha()]
 
 
@@ -42,11 +42,11 @@ def test_the_story():
         trace = (folder / "trace.json").read_text()
     steps = {name: plan.predicted.step_seconds for name, plan in plans.items()}
 
-    # A wrong topology: one figure, by the factor of eight between bits and bytes.
+    # A wrong topology: one figure is off by the factor of eight between bits and bytes.
     assert claimed.levels[0] == measured.levels[0] and claimed.device == measured.device
     assert claimed.levels[1].bandwidth == pytest.approx(8 * measured.levels[1].bandwidth)
 
-    # Found: the plan is the best where it was made, and far from what it promised where it runs.
+    # Found: the plan is the best on the machine it was made for, and far from its prediction where it runs.
     assert plans["claimed"].optimal and plans["there"].hash == plans["claimed"].hash
     assert plans["there"].topology.name == "measured" and not plans["there"].optimal
     assert steps["there"] / steps["claimed"] == pytest.approx(1.44, abs=0.05) and "1.4 times" in PROSE
@@ -55,23 +55,23 @@ def test_the_story():
     told = plans["there"].predicted
     assert dearest.communication_seconds > (told.compute_seconds - told.update_seconds) * 2 / 3
 
-    # Explained: the pins that are offered exist, and the best of them is what the page calls it.
+    # Explained: the pins that are offered exist, and the best of them is what the page says.
     explained = next(text for words, text in outputs.items() if words.startswith("autotp explain linear_24"))
     pins = re.findall(r"│ (linear_24=\S+ \S+)", explained)
     assert pins == ["linear_24=m2@x m2@y", "linear_24=-@x m2@y", "linear_24=m2@x -@y", "linear_24=-@x -@y"]
     assert "chosen: data  linear_24=m2@x m2@y" in explained
     assert steps["kept"] - steps["pinned"] == pytest.approx(5e-3, rel=0.02) and "costs 5 ms" in PROSE
 
-    # Pinned: the suspicion is kept, pays, and cannot be beaten.
+    # Pinned: the pin is kept, is faster, and is proven optimal.
     pinned = next(op for op in plans["pinned"].operators if op.name == "linear_24")
     assert pinned.assignment[0] == "n" and plans["pinned"].constraints == ("head=n@x",) and plans["pinned"].optimal
     kept = next(op for op in plans["kept"].operators if op.name == "linear_24")
     assert kept.assignment[0] == "m2" and steps["pinned"] < steps["kept"] < steps["there"]
 
-    # Diffed: it says so by its exit code.
+    # Diffed: the exit code says that plans differ.
     assert [command.code for command in commands(PAGE_TEXT) if command.words[0] == "diff"] == [1]
 
-    # Verified: slow, but never wrong.
+    # Verified: slow, but correct.
     verified = [text for words, text in outputs.items() if words.startswith("autotp verify")]
     assert len(verified) == 3 and all("correct: " in text for text in verified)
 

@@ -1,4 +1,4 @@
-"""The rows that are tried beside FSDP2: none is wrong or silent with autotp."""
+"""The rows of the comparison with FSDP2: with autotp, none is wrong or silent."""
 
 import re
 import subprocess

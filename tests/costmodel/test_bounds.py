@@ -1,4 +1,4 @@
-"""The communication lower bound: against the optimisation problem behind it, and against every grid of devices."""
+"""The lower bound on communication, compared with the optimisation problem behind it and with every grid of devices."""
 
 import itertools
 import math
@@ -30,7 +30,11 @@ def accessed(m, k, n, grid):
 
 
 def least_by_search(m, k, n, devices):
-    """min x + y + z, x y z >= (mkn/P)^2, each at least a P-th of its matrix: where the gradients or the limits meet."""
+    """Elements that each device must receive, by the optimisation problem behind the bound.
+
+    min x + y + z with x y z >= (mkn/P)^2, each at least a P-th of its matrix, less these parts. The minimum is where the
+    gradients or the limits meet, so every set of active limits is tried.
+    """
     product = (m * k * n / devices) ** 2
     lows = [m * k / devices, k * n / devices, m * n / devices]
     best = math.inf

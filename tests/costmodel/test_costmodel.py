@@ -245,7 +245,7 @@ def test_unknown_names(tmp_path):
     [
         # The outer axis has 4 rings through each box's uplink, the inner one stays in the box.
         (BOXES, (2, 4), [(60 / 4, 5, "out"), (100, 1, "in")]),
-        # The outer axis straddles: 2 rings a box, each 60 / 2 outside against 100 inside.
+        # The outer axis straddles levels: 2 rings per box, each with 60 / 2 outside, against 100 inside.
         (BOXES, (4, 2), [(60 / 2, 5, "in out"), (100, 1, "in")]),
         # One ring over everything: it has the uplink to itself, and 60 < 100.
         (BOXES, (8,), [(60, 5, "in out")]),
@@ -446,7 +446,7 @@ def test_collectives_in_bulk(kind):
 def test_tree_depth_is_exact_at_powers_of_two():
     binomial = costmodel.compile_formula(collectives.OF_LINK, collectives.ALGORITHMS["broadcast"]["binomial"])
     for power in range(1, 40):
-        # Next to no bytes and many ranks: the tree wins, with 2 log2(n) messages.
+        # With few bytes and many ranks, the tree is fastest, with 2 log2(n) messages.
         assert collectives.of_link("all_reduce", 0.0, Link(2**power, 1.0, 1.0)) == 2 * min(power, 2.0**power - 1)
         assert binomial(1.0, *collectives.figures(Link(2**power, 1.0, 0.0))) == power
 

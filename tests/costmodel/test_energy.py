@@ -1,4 +1,4 @@
-"""Energy and money of a step."""
+"""Energy and money for a step."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_wrong_figures():
         step_energy(DEVICE, 1, 2.0, 1.0)
     with pytest.raises(ValueError, match="at least one"):
         per_token(1.0, 0)
-    assert step_energy(DEVICE, 1, 0.1 + 0.2, 0.3) == pytest.approx(150)  # a rounding error is no mistake
+    assert step_energy(DEVICE, 1, 0.1 + 0.2, 0.3) == pytest.approx(150)  # a rounding error is accepted
 
 
 @pytest.mark.parametrize("name", [name for name in Topology.preset_names() if name != "cpu"])
 def test_presets_give_powers(name):
-    """A device that waits draws 0.84 of a busy one, and its share of the node throughout."""
+    """An idle device draws 0.84 of the power of a busy one, and its share of the node's power at all times."""
     device = Topology.load(name).device
     assert 0.84 <= device.idle_power / device.busy_power + 0.002 < 1
 
 
 def test_waiting_costs_energy():
-    """What arXiv 2411.13055 reports: 37 % less throughput for 6 % less power is about half as much energy again."""
+    """arXiv 2411.13055 reports 37 % less throughput for 6 % less power, which is about 50 % more energy per token."""
     busy = dataclasses.replace(DEVICE, busy_power=700.0, idle_power=0.84 * 700)
     assert step_energy(busy, 1, 0.63, 1.0) / step_energy(busy, 1, 1.0, 1.0) == pytest.approx(0.94, abs=0.002)
     assert step_energy(busy, 1, 1.0, 1 / 0.63) / step_energy(busy, 1, 1.0, 1.0) == pytest.approx(1.49, abs=0.01)

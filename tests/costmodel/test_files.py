@@ -1,7 +1,7 @@
-"""Files are written where their path leads: links are followed, and what is no file is not replaced.
+"""Files are written where their path leads: links are followed, and nothing but a regular file is replaced.
 
-The tests that were there wrote to fresh names in an empty folder alone, and one to a folder that is missing: no name that
-was there already was more than a regular file.
+Earlier tests wrote only to new names in an empty folder, and once to a missing folder: no name that existed was anything
+but a regular file.
 """
 
 import os
@@ -29,7 +29,7 @@ MODEL = "from torch import nn, zeros\n\ndef build():\n    return nn.Linear(4, 4)
 
 @pytest.fixture
 def device(tmp_path):
-    """Makes devices of its own, as /dev/null (3) and /dev/full (7): a test that fails must not harm the machine's."""
+    """Makes device files like /dev/null (3) and /dev/full (7), as a failing test must not harm the machine's own."""
 
     def make(minor, kind=stat.S_IFCHR, major=1):
         path = tmp_path / f"device-{major}-{minor}"
@@ -179,7 +179,7 @@ def test_a_pipe_is_written_to_where_it_is_read(tmp_path):
 def test_what_cannot_be_written_to_is_refused_and_stays(tmp_path, device, monkeypatch):
     folder, block = tmp_path / "folder", device(0, stat.S_IFBLK, 7)
     folder.mkdir()
-    monkeypatch.chdir(tmp_path)  # a socket's path may not be long
+    monkeypatch.chdir(tmp_path)  # the length of a socket's path is limited
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind("socket")
         for path, said in ((folder, "a directory"), (block, "a block device"), (tmp_path / "socket", "a socket")):
@@ -193,7 +193,7 @@ def test_what_cannot_be_written_to_is_refused_and_stays(tmp_path, device, monkey
 
 @pytest.mark.parametrize("path", ["stdout", "/proc/self/fd/1", "out"])
 def test_own_output_in_a_file_is_written_in_order(path, tmp_path):
-    # A link as /dev/stdout is one, which code that replaces links would replace on this machine.
+    # A link like /dev/stdout, which code that replaces links would replace on this machine.
     (tmp_path / "stdout").symlink_to("/proc/self/fd/1")
     program = (
         f"from costmodel.text.files import write_atomically as w\nprint('before')\nw({path!r}, 'text\\n')\nprint('after')"
@@ -207,7 +207,7 @@ def test_own_output_in_a_file_is_written_in_order(path, tmp_path):
 
 @pytest.mark.parametrize("root", [None, Path("/dev/shm")], ids=str)
 def test_a_file_moves_to_where_a_link_leads(tmp_path, root, device):
-    """Also to another file system, which a rename cannot reach; never onto what is no regular file."""
+    """Also to another file system, where a rename fails; never onto anything but a regular file."""
     if root is not None and not root.is_dir():
         pytest.skip(f"no {root}")
     link, made = tmp_path / "link", tmp_path / "made"

@@ -1,4 +1,4 @@
-"""Fits of measured times, on times that are made up; and topologies written as TOML."""
+"""Fits to synthetic measurements, and topologies written as TOML."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def test_latency_and_bandwidth_are_recovered(kind, ranks, library):
     assert exact.bandwidth == pytest.approx(3e9, rel=1e-6)
     assert exact.largest_error < 1e-6
     random = np.random.default_rng(1)
-    # Repetitions with noise and now and then a stall, of which the median is fitted.
+    # Repetitions with noise and occasional stalls; their median is fitted.
     measured = [
         robust(np.append(t * random.lognormal(0, 0.05, 21), [20 * t, 50 * t])).seconds
         for t in times(kind, ranks, 40e-6, 3e9, library)
@@ -58,7 +58,7 @@ def test_fits_are_never_negative_nor_infinite():
     falling = fit_link("all_gather", 2, VOLUMES, [1e-3 / (1 + k) for k in range(8)])
     assert falling.latency > 0
     assert 0 < falling.bandwidth < math.inf
-    # Faster than in proportion to the size: no latency explains it.
+    # Times grow faster than in proportion to the size, which no latency explains.
     steep = fit_link("all_gather", 2, VOLUMES, [volume**1.2 / 1e9 for volume in VOLUMES])
     assert steep.latency == 0
     rates = [volume / 2 / (volume**1.2 / 1e9) for volume in VOLUMES]

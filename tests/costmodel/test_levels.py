@@ -17,18 +17,18 @@ from costmodel import Device, Level, Link, Measured, Topology, TopologyError, co
 from costmodel.machine.matrix import ring_bandwidth
 
 DEVICE = Device("d", {"float32": 1e12}, 1e9, 1e11, 1e-6)
-#: 8 devices a box, 8 adapters of 10 each; 4 boxes.
+#: 4 boxes of 8 devices; each box has 8 adapters of 10.
 RAILS = Topology("rails", DEVICE, (Level("in", 8, 100.0, 1.0), Level("out", 4, 80.0, 5.0, links=8)))
 
 
 @pytest.mark.parametrize(
     ("mesh", "axis", "bandwidth"),
     [
-        # One device a box on each of the 8 rings at once: a rail each.
+        # 8 rings at once, each with one device per box: one rail each.
         ((4, 8), 0, 10.0),
-        # One ring over all: it has all the rails, 80 in all.
+        # One ring over all devices: it has all the rails, 80 in total.
         ((32,), 0, 80.0),
-        # 4 rings at once, each with 2 devices in a box: two rails each.
+        # 4 rings at once, each with 2 devices per box: two rails each.
         ((8, 4), 0, 20.0),
         ((4, 8), 1, 100.0),
     ],
@@ -38,7 +38,7 @@ def test_a_ring_uses_as_many_adapters_as_it_has_devices_in_a_box(mesh, axis, ban
 
 
 def test_one_device_alone_in_its_box_uses_one_adapter():
-    # No other ring shares the uplink, and still a single device has one adapter.
+    # No other ring shares the uplink, but a single device has only one adapter.
     alone = Topology("alone", DEVICE, (Level("in", 1, 100.0, 1.0), Level("out", 4, 80.0, 5.0, links=8)))
     assert alone.link((4,), (0,)).bandwidth == 10.0
     faster = Topology("x", DEVICE, (Level("in", 1, 100.0, 1.0), Level("out", 4, 80.0, 5.0, links=8, point_to_point=30.0)))
@@ -49,7 +49,7 @@ def test_a_group_uses_the_links_that_join_its_devices():
     box = Topology("mesh", DEVICE, (Level("in", 8, 336.0, 1.0, links=7, direct=True), Level("out", 2, 80.0, 5.0, links=8)))
     assert [box.link(mesh, (1,)).bandwidth for mesh in ((2, 8), (4, 4), (8, 2))] == [336.0, 3 * 48.0, 48.0]
     assert box.resized(4).link((4,), (0,)).bandwidth == 3 * 48.0
-    # Both devices of a pair send at once, each to the other.
+    # Both devices of a pair send to each other at once.
     assert box.link((8, 2), (1,)).exchange_rate == pytest.approx(1 / 2 / 48)
 
 
@@ -78,7 +78,7 @@ def test_a_matrix_gives_each_pair_its_link():
     assert box.link((4,), (0,)).bandwidth == 10.0  # 0 - 1 - 2 - 3 - 0
     inner, outer = box.link((2, 2), (1,)), box.link((2, 2), (0,))
     assert inner.bandwidth == 10.0  # 0 - 1 and 2 - 3
-    assert outer.bandwidth == 10.0  # 0 - 2 has no link: through 1 or 3
+    assert outer.bandwidth == 10.0  # 0 - 2 has no link: it goes through 1 or 3
     data = Topology.from_dict(json.loads(json.dumps(box.to_dict())))
     assert data == box and hash(data) == hash(box)
     assert box.resized(2).levels[0].matrix == ((0.0, 10.0), (10.0, 0.0))
@@ -170,7 +170,7 @@ overhead = "1 us"
 
 
 def test_libraries_differ_in_latency():
-    """Latency grows with the logarithm of the ranks where there are trees, and with their number where there are rings."""
+    """Latency grows with the logarithm of the number of ranks for trees, and with that number for rings."""
     few, many = Topology.flat(64, device=DEVICE), Topology.flat(4096, device=DEVICE)
 
     def seconds(topology, kind, library):

@@ -1,4 +1,4 @@
-"""The order of passes is the one that stands in the docstring of `passes`."""
+"""Passes run in the order that the docstring of `passes` gives."""
 
 import importlib
 import re
@@ -24,7 +24,7 @@ def code_of(name):
 
 
 class LastCalls:
-    """The names of listed passes, in the order of their last calls within the context: what is tried out comes before."""
+    """Records the listed passes in the order of their last calls within the context: earlier calls may be trials."""
 
     def __init__(self):
         self.names, self.codes = [], {code_of(name): name for name in LISTED}
@@ -43,7 +43,7 @@ class LastCalls:
 
 
 def passes_of(model, x, strategy, schedule, **options):
-    """Those that run when a plan is simulated, forward and backward."""
+    """The passes that run when a plan is simulated, forward and backward."""
     plan = autotp.plan(model, MACHINE, (x,), strategy=strategy, mesh=(2, 2), **options)
     with LastCalls() as called:
         autotp.simulate(model, plan, (x,), schedule=schedule)(x).square().sum().backward()

@@ -1,4 +1,4 @@
-"""What is asked of each private name of torch, and that no other file uses one."""
+"""What autotp expects of each private name of torch, and that no other file uses private names."""
 
 import ast
 import logging
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def group():
-    """The second of two ranks, whose collectives do nothing."""
+    """A process group of two with fake collectives, in which this process is rank 1."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2, timeout=timedelta(seconds=7))
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -92,7 +92,7 @@ def test_TreeSpec():
 
 
 def test_PyTree():
-    assert internals.PyTree is not None  # of annotations alone
+    assert internals.PyTree is not None  # used in annotations only
 
 
 def test_tree_flatten_with_path():
@@ -476,7 +476,7 @@ def test_functions_replaced():
     seen, early, x = [], (Double.apply, Triple.apply), torch.ones(1, requires_grad=True)
 
     def instead(cls, apply, early, args, kwargs):
-        if cls not in (Double, Triple):  # what torch makes to map one
+        if cls not in (Double, Triple):  # the class that torch makes to vmap one
             return apply(*args, **kwargs)
         seen.append(cls)
         return apply(*args, **kwargs) + 10
@@ -741,7 +741,7 @@ def _private(node, own):
 
 #: Attributes of torch's objects that may be named by strings.
 _TORCHS = {*vars(nn.Module()), *dir(nn.Module), *dir(torch.Tensor), *dir(DTensor), *dir(fx.Graph), *dir(fx.Node)}
-#: Of Python's, sympy's and transformers' classes.
+#: Private names of Python's, sympy's and transformers' classes.
 _OTHERS = {
     "_Environ", "_build_accelerator_args", "_dataloaders", "_experts_implementation", "_from_config", "_get_grad_norm",
     "_getframe", "_init_weights", "_load_rng_state", "_module_format", "_print", "_replace", "_save_rng_state",

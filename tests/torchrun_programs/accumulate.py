@@ -1,4 +1,4 @@
-"""Accumulated steps of one true job: three steps of three micro-batches, of which the last alone reduces."""
+"""Gradient accumulation in a real job: three steps of three micro-batches, of which only the last reduces."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ import autotp
 
 
 class Small(nn.Module):
-    """Embedded words, a norm and a perceptron; the head is tied. 7 rows are not divisible by 2."""
+    """Token embeddings, a norm and a perceptron, with a tied head. 7 rows are not divisible by 2."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A distributed module in a training script: what eager modules do it does, or says that it does not."""
+"""A distributed module in a training script: it does what eager modules do, or reports that it does not."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ import autotp
 
 
 class Hidden(nn.Module):
-    """A loss, and a hidden state on the way to it."""
+    """Returns a loss, the hidden state from which it is computed, and that state detached."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def distributed(model, x, schedule):
 
 
 def hooks_on_what_others_are_made_of(model, x, schedule):
-    """Gradients flow through the hidden state to the first layer; where that is not seen, to ask for it is an error."""
+    """Gradients flow through the hidden state to the first layer; if a hook would not see all of them, it is an error."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
     sees = schedule == "none" and not parallel.programs[0].relations.made_apart[1]  # nothing is gathered between them
     assert sees or (schedule, dist.get_world_size()) != ("none", 1)
@@ -54,7 +54,7 @@ def hooks_on_what_others_are_made_of(model, x, schedule):
                 gradient = each.get_parameter("first.weight").grad
                 found.append(gradient.full_tensor() if each is parallel else gradient)
         assert len(found) < 2 or torch.allclose(*found, rtol=1e-9, atol=1e-12)
-    hidden = parallel(x)[1]  # alone it is a loss like any
+    hidden = parallel(x)[1]  # by itself, it is a loss like any other
     hidden.retain_grad()
     hidden.sum().backward()
     assert hidden.grad.eq(1).all()
@@ -64,7 +64,7 @@ _CHANGES = (lambda p, x, h: x.zero_(), lambda p, x, h: h.mul_(2), lambda p, x, h
 
 
 def changes_before_the_backward_pass(model, x, schedule):
-    """An input, an output and a buffer that the backward pass may read: it refuses to, or has them as they were."""
+    """Changes an input, output or buffer that backward may read: it raises, or uses the values from before the change."""
     plain, refused = copy.deepcopy(model), 0
     loss, hidden, _ = plain(x)
     (loss + hidden.square().mean()).backward()
@@ -73,7 +73,7 @@ def changes_before_the_backward_pass(model, x, schedule):
         loss, hidden, _ = parallel(given)
         with torch.no_grad():
             change(parallel, given, hidden)
-        factor = 0.5 if change is _CHANGES[1] else 1  # the caller's own part of the loss is of what he made of it
+        factor = 0.5 if change is _CHANGES[1] else 1  # the caller computes its own part of the loss from the changed value
         try:
             (loss + factor * hidden.square().mean()).backward()
         except RuntimeError as error:
@@ -87,7 +87,7 @@ def changes_before_the_backward_pass(model, x, schedule):
 
 
 def outputs_changed_in_place(model, x, schedule):
-    """Outputs may be changed where gradients are recorded, as the model's may."""
+    """Outputs may be changed in place while gradients are recorded, as the model's may."""
     found = []
     for each in (copy.deepcopy(model), distributed(model, x, schedule)):
         loss, hidden, _ = each(x)
@@ -100,7 +100,7 @@ def outputs_changed_in_place(model, x, schedule):
 
 
 def submodules(model, x, schedule):
-    """They have their layers' types and figures; what the graph cannot follow is refused."""
+    """Submodules have their layers' types and attributes; changes that the graph cannot follow are refused."""
     parallel = distributed(model, x, schedule)
     layers = [module for module in parallel.modules() if isinstance(module, nn.Linear)]
     assert {layer.weight for layer in layers} == {parallel.get_parameter(f"{name}.weight") for name in ("first", "second")}
@@ -127,7 +127,7 @@ def submodules(model, x, schedule):
 
 
 class Holding(nn.Module):
-    """All of torch's containers."""
+    """Uses all of torch's containers."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Holding(nn.Module):
 
 
 def changes_of_structure(model, x, schedule):
-    """What would be new, or gone, is refused when it is done, whichever of torch's ways does it; the module stays."""
+    """Additions and removals are refused at once, by whichever of torch's ways; the module stays as it is."""
     model = Holding().double()
     parallel = distributed(model, x, schedule)
     layers, named, steps, scales, shifts = (
@@ -176,7 +176,7 @@ def changes_of_structure(model, x, schedule):
         "named._modules": lambda: named._modules.update(more=linear),
         "_modules": lambda: parallel._modules.pop("layers"),
     }
-    layers._modules["0"] = layers[0]  # as it is
+    layers._modules["0"] = layers[0]  # the same module may be assigned
     for table, told in (("_forward_hooks", "is not observed"), ("_backward_hooks", "calls no backward hooks")):
         with pytest.raises(autotp.AutotpError, match=told):
             getattr(layers[0], table)[0] = print
@@ -192,7 +192,7 @@ def changes_of_structure(model, x, schedule):
 
 
 def modes(model, x, schedule):
-    """Evaluation, calls without gradients and other batches, in turn with training: as with the plain module."""
+    """Evaluation, calls without gradients and other batches alternate with training, as with the plain module."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
     for switch in (lambda m: m.eval(), lambda m: m.train(), lambda m: m.norm.eval()):
         for each in (x, x[:6], x[:1]):
@@ -216,7 +216,7 @@ def modes(model, x, schedule):
 
 
 def parameters_of_others(model, x, schedule):
-    """What would take the place of the plan's parameters, or took it past the module."""
+    """Tensors that would replace the plan's parameters, or have replaced them bypassing the module, are refused."""
     parallel = distributed(model, x, schedule)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(autotp.AutotpError, match=r"the state dict has a plain tensor for first\.weight, a DTensor here"):
@@ -235,7 +235,7 @@ def parameters_of_others(model, x, schedule):
 
 
 def what_parameters_carry(model, x, schedule):
-    """Marks for the optimizer stay; a hook on a gradient, which would not be called, is refused; so is what loses one."""
+    """Attributes for optimizers stay. Hooks on gradients, which would not be called, and lost parameters are refused."""
     marked = copy.deepcopy(model)
     marked.first.bias.no_decay = True
     how = {"strategy": "data", "mesh": (dist.get_world_size(),), "schedule": schedule}
@@ -262,7 +262,7 @@ def what_parameters_carry(model, x, schedule):
 
 
 def compiled_by_torch(model, x, schedule):
-    """The graph is compiled already: ``torch.compile`` runs it as it is, which is said once."""
+    """The graph is compiled already: ``torch.compile`` runs it unchanged, which is logged once."""
     plain, parallel = copy.deepcopy(model), distributed(model, x, schedule)
     quick, said = torch.compile(parallel), []
     log = logging.getLogger("autotp.compile")
@@ -285,7 +285,7 @@ def compiled_by_torch(model, x, schedule):
 
 
 def what_a_profiler_shows(model, x, schedule):
-    """Modules' names around what they compute and communicate, in both passes where they are scheduled."""
+    """Modules' names enclose what they compute and communicate, in both passes if those are scheduled."""
     parallel, plain = distributed(model, x, schedule), copy.deepcopy(model)
     for each in (parallel, plain):
         each(x)[0].backward()
@@ -309,7 +309,7 @@ def what_a_profiler_shows(model, x, schedule):
 
 
 def memory_of_forward_passes(model, x, schedule):
-    """A forward pass that no backward pass follows leaves nothing behind."""
+    """A forward pass without a backward pass leaves no memory allocated."""
     wide = nn.Sequential(nn.Linear(8, 512), nn.Sigmoid()).double()
     x = torch.randn(1024, 8, dtype=torch.float64)  # 4 MiB of results
     parallel = distributed(wide, x, schedule)

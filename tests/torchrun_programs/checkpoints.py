@@ -1,4 +1,4 @@
-"""A model that checkpoints its blocks, distributed: its gradients are its own, and its masks are repeated."""
+"""A model that checkpoints its blocks, distributed: its gradients are the model's, and its masks are repeated."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What lies between collectives is compiled: steps equal those of one device, in every program of a module."""
+"""Regions between collectives are compiled: steps equal those of one device, in every program of a module."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ def distributed(model, args, strategy, **options):
 
 
 def calls(parallel):
-    """The regions that a module's scheduled graphs call, in order; a region that is called twice is there twice."""
+    """The regions that a module's scheduled graphs call, in order and as often as they call them."""
     found = []
     for program in parallel.programs:
         for compiled in program.schedules.known.values():
@@ -68,7 +68,7 @@ def in_the_order_of_autograd(model, args):
 
 
 def without_a_compiler(model, args):
-    """All ranks run in eager mode where one cannot compile."""
+    """All ranks run in eager mode if one of them cannot compile."""
     said, before = [], regions.unavailable
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -82,7 +82,7 @@ def without_a_compiler(model, args):
 
 def main():
     dist.init_process_group("gloo")
-    torch._inductor.config.compile_threads = 1  # ranks are processes enough
+    torch._inductor.config.compile_threads = 1  # the ranks are enough processes
     model, args = tokens()
     with float64_mode():
         exact(model, args)

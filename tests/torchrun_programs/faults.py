@@ -1,4 +1,4 @@
-"""Ranks that do different things, or nothing any more: what the others are told. `FOUND` lines are what a rank got."""
+"""Ranks that diverge, or stop, and what the others are told. A `FOUND` line is what a rank was told."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def evaluated(parallel, x):
 
 
 def new_call():
-    """One rank makes a call that it has made before, the others a new one."""
+    """One rank makes a call that it has made before, the others make a new one."""
     parallel, x = made()
     parallel(x).backward()
     parallel(x).backward() if rank == 0 else evaluated(parallel, x)
@@ -59,7 +59,7 @@ def new_call():
 
 
 def known_call():
-    """Calls that all ranks have made before, but not in one order."""
+    """All ranks have made the calls before, but make them in different orders."""
     parallel, x = made(schedule="none")
     for _ in range(2):
         parallel(x).backward()
@@ -81,7 +81,7 @@ def freezes():
 
 
 def stopped():
-    """A rank stops, a while after its last call."""
+    """A rank is stopped some time after its last call."""
     parallel, x = made()
     parallel(x).backward()
     time.sleep(LIMIT / 8)
@@ -96,7 +96,7 @@ def stopped():
 
 
 def late():
-    """A rank is busy elsewhere, and comes after all: nothing is wrong."""
+    """A rank is busy elsewhere and arrives late: no error."""
     parallel, x = made()
     parallel(x).backward()
     if rank == 1:
@@ -120,11 +120,11 @@ def raised(call, *args):
 
 
 def say(what, found):
-    print(f"FOUND {rank} {what}: {found}\n", end="", flush=True)  # at once, as ranks share the output
+    print(f"FOUND {rank} {what}: {found}\n", end="", flush=True)  # in one write, as ranks share the output
 
 
 def one_fails(strategy, schedule):
-    """A token is out of range in rank 1's part of the batch, in which no operator is split along the vocabulary."""
+    """A token is out of range in rank 1's part of the batch; no operator is sharded along the vocabulary."""
     model, parallel, ids = language(strategy, schedule)
     _, another, _ = language(strategy, schedule)
     for module in (parallel, another):
@@ -142,7 +142,7 @@ def one_fails(strategy, schedule):
 
 
 def all_fail(strategy, schedule):
-    """The same token in every part: all ranks raise alike, and go on. So they do where a hook raises on all."""
+    """The token is out of range in every part: all ranks raise alike and go on, as they do if a hook raises on all."""
     model, parallel, ids = language(strategy, schedule)
     parallel(ids, ids).backward()
     wrong = ids.clone()
@@ -155,7 +155,7 @@ def all_fail(strategy, schedule):
 
 
 def backward_fails(strategy, schedule):
-    """A backward pass ends early on rank 1, where autograd runs the graph or none of the module's functions does."""
+    """The backward pass of rank 1 ends early, in a hook that runs outside of the module's functions."""
     _, parallel, ids = language(strategy, schedule)
     parallel(ids, ids).backward()
     if rank == 1:
@@ -165,7 +165,7 @@ def backward_fails(strategy, schedule):
 
 
 def gone():
-    """A rank ends in the midst of a step."""
+    """A rank exits during a step."""
     parallel, x = made()
     parallel(x).backward()
     if rank == 1:
@@ -182,5 +182,5 @@ if __name__ == "__main__":
     except autotp.AutotpError as error:
         operator = getattr(error, "operator", "")
         print(f"FOUND {rank} {type(error).__name__} [{operator}] {time.monotonic() - begin:.1f} {error}", flush=True)
-    time.sleep(0.5)  # the others have their own say before the launcher ends them
+    time.sleep(0.5)  # the other ranks report before the launcher ends them
     os._exit(0)

@@ -1,4 +1,4 @@
-"""An index out of range raises on every rank, also one that a single rank is given."""
+"""An index out of range raises on every rank, even if only one rank is given it."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with a distributed module inside, against the plain model in one process."""
+"""Lightning's Trainer with a distributed module, compared with the plain model in one process."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import autotp
 
-#: What torchrun tells its processes; without it, a process is alone.
+#: Variables that torchrun sets; without them, a process runs alone.
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Language(lightning.LightningModule):
-    """As users write one; ``strategy`` None leaves the model as it is."""
+    """A LightningModule as users write it; with ``strategy=None`` the model is not distributed."""
 
     def __init__(self, strategy=None, dropout=0.0, seed=0):
         super().__init__()
@@ -59,7 +59,7 @@ class Language(lightning.LightningModule):
 
     def training_step(self, batch):
         (ids,) = batch
-        loss = self.loss(ids) * (1 + self.drawn * torch.rand((), dtype=torch.float64))  # drawn as diffusion's noise is
+        loss = self.loss(ids) * (1 + self.drawn * torch.rand((), dtype=torch.float64))  # random, as diffusion's noise is
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.calls.append(loss.item())
         return loss
@@ -90,7 +90,7 @@ def loaders(drawn=True):
 
 
 def trained(module, folder, resume=None, *, drawn=True, sharded=True, seed=1, **options):
-    """The trainer, when it is done; every epoch leaves a checkpoint. Without ``drawn``, no random number matters."""
+    """Returns the trainer after training; every epoch saves a checkpoint. Without ``drawn``, no random number matters."""
     torch.manual_seed(seed)
     module.drawn = drawn
     settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "log_every_n_steps": 1}
@@ -108,7 +108,7 @@ def trained(module, folder, resume=None, *, drawn=True, sharded=True, seed=1, **
 
 
 def found(trainer):
-    """All that is to be equal."""
+    """Everything that must be equal."""
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     return {"calls": trainer.lightning_module.calls, "metrics": metrics, "rates": rates, "steps": trainer.global_step}
@@ -129,7 +129,7 @@ def shared_folder():
 
 
 def plain(folder, **given):
-    """What the plain model in one process gives."""
+    """Runs the plain model in one process, and returns its results."""
     if dist.get_rank() == 0:
         alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         subprocess.run([sys.executable, __file__, str(folder), json.dumps(given)], env=alone, check=True)
@@ -152,10 +152,10 @@ def require_close(one, other, tolerance=1e-9):
 
 
 def fits(strategy="megatron-1d", **options):
-    """Shuffled batches, the last one smaller, accumulated and clipped; a schedule of the rate; validation."""
+    """Shuffled batches with a smaller last one, accumulation, clipping, a learning-rate schedule, and validation."""
     folder = shared_folder()
     wanted = plain(folder / "plain", **options)
-    # Ranks that are seeded differently shuffle alike, as rank 0 does.
+    # Ranks with different seeds shuffle as rank 0 does.
     trainer = trained(Language(strategy), folder, seed=1 + dist.get_rank(), **options)
     module = trainer.lightning_module
     require_close(found(trainer) | {"weights": weights(module)}, wanted)
@@ -166,7 +166,7 @@ def fits(strategy="megatron-1d", **options):
 def by_norm():
     folder, trainer, wanted = fits()
     module = trainer.lightning_module
-    assert len(module.model.programs) == 4, [*map(str, module.model.programs)]  # of 4 and 2 rows, and of 5 and 3
+    assert len(module.model.programs) == 4, [*map(str, module.model.programs)]  # for 4 and 2 rows, and for 5 and 3
     (metrics,) = trainer.validate(module, loaders()[1], ckpt_path="best", verbose=False)
     require_close(metrics["val_loss"], trainer.checkpoint_callback.best_model_score.item())
     assert torch.cat(trainer.predict(module, loaders()[1])).shape == (18, 8)
@@ -177,7 +177,7 @@ def by_value():
 
 
 def resumes():
-    """From the plain model's checkpoint, then with another plan from a folder, then in one process from a file."""
+    """Resumes from the plain model's checkpoint, then with another plan from a folder, then in one process from a file."""
     folder = shared_folder()
     wanted = plain(folder / "plain", drawn=False, max_epochs=4)["calls"]
     calls, resume = wanted[:5], folder / "plain" / "epoch=0.ckpt"
@@ -197,7 +197,7 @@ def resumes():
 
 
 def resumes_with_dropout():
-    """Masks go on as they would have."""
+    """A resumed run draws the masks that an uninterrupted run draws."""
     for sharded in (True, False):
         folder = shared_folder()
         whole, rest = Language("megatron-1d", dropout=0.2), Language("megatron-1d", dropout=0.2, seed=7)

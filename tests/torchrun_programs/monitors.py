@@ -1,4 +1,4 @@
-"""What `debug=True` says of numbers that go wrong; each case is a module of its own."""
+"""What `debug=True` reports of wrong numbers; each case is a module of its own."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import autotp
 
 
 class Model(nn.Module):
-    """Like a real one, but for what is added by a buffer, which may differ between ranks, and a root."""
+    """Like a real model, except for a root and for a buffer that it adds, which may differ between ranks."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def wrong(strategy, schedule):
     parallel, args = made(strategy, debug=True, schedule=schedule)
     parallel(*args).backward()
     refused(["the gradient of output 0 differs"], lambda: (parallel(*args) * (1 + dist.get_rank())).backward())
-    if strategy == "megatron-1d":  # the batch is whole, so what follows is computed by every rank
+    if strategy == "megatron-1d":  # the batch is replicated, so every rank computes what follows
         parallel.shift[0] += dist.get_rank()
         refused(["differs between ranks 0 and 1", "operator add differs"], lambda: parallel(*args).backward())
 

@@ -1,4 +1,4 @@
-"""Forward hooks on modules of a distributed model: called as the plain model calls its own, on DTensors of the plan."""
+"""Forward hooks on modules of a distributed model are called as on the plain model, with DTensors of the plan's layouts."""
 
 import copy
 import itertools
@@ -44,14 +44,14 @@ NAMES = ["blocks.0", "blocks.1", "blocks.0.qkv", "blocks.1.qkv", "blocks.0.act",
 
 
 def whole(value):
-    """What a hook sees, as the plain model's; without a copy, a change in place would be seen later."""
+    """What a hook sees, as the plain model's value; copied, so that a later change in place does not show."""
     return (
         value.full_tensor() if isinstance(value, DTensor) else value.clone() if isinstance(value, torch.Tensor) else value
     )
 
 
 def watched(model):
-    """Hooks of all kinds on everything that is observed; gives what they saw, in order."""
+    """Registers hooks of all kinds on all observed modules; returns what they see, in order, and the types of tensors."""
     seen, kinds = [], set()
 
     def look(name, kind):
@@ -78,7 +78,7 @@ def check(mine, theirs):
 
 
 def hooks_see_what_plain_ones_see():
-    """Under every layout, schedule, mode and shape; the loss and its gradients are as without them."""
+    """For every layout, schedule, mode and shape; the loss and its gradients are those without hooks."""
     ranks = dist.get_world_size()
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(8, 4, 16, dtype=torch.float64)
@@ -106,7 +106,7 @@ def hooks_see_what_plain_ones_see():
 
 
 def layouts_are_the_plans():
-    """A DTensor's own part is what the plan says, so a loss of it has the whole gradient."""
+    """A DTensor's local part is as the plan says, so a loss of local parts gives the whole gradient."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(8, 4, 16, dtype=torch.float64)
@@ -128,7 +128,7 @@ def layouts_are_the_plans():
 
 
 def mistakes():
-    """Hooks that do more than look, or on modules that nobody observes."""
+    """Hooks that do more than look, and hooks on modules that are not observed."""
     ranks = dist.get_world_size()
     model, x = Net().double(), torch.randn(8, 4, 16, dtype=torch.float64)
     with pytest.raises(autotp.AutotpError, match="'block.*' names no module inside Net; did you mean 'blocks"):

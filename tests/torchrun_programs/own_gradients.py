@@ -1,4 +1,4 @@
-"""Gradients of different parameters share no memory, or what changes one in place (clipping, adding up) changes another."""
+"""Gradients of different parameters share no memory: otherwise, changing one in place (clipping, adding) changes others."""
 
 import copy
 
@@ -10,7 +10,7 @@ import autotp
 
 
 class Flat(nn.Module):
-    """A weight with a difference that is kept flat: their gradients are views of one tensor."""
+    """Adds a flat parameter to a weight: their gradients are views of one tensor."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,7 @@ class Flat(nn.Module):
 
 
 class Equal(nn.Module):
-    """Two of one shape: autograd gives both one tensor."""
+    """Two parameters of one shape, to which autograd gives one gradient tensor."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Equal(nn.Module):
 
 
 class Returned(nn.Module):
-    """A parameter that is an output as well: its gradient is the caller's tensor."""
+    """A parameter that is also an output: its gradient is the caller's tensor."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Returned(nn.Module):
 
 
 def trained(module, x):
-    """Gradients that were added up twice and clipped, and what was given for the last output."""
+    """The gradients after two backward passes and clipping, and the outputs' gradients that were passed."""
     outputs = module(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     given = [torch.ones_like(output) for output in outputs]

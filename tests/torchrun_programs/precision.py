@@ -1,4 +1,4 @@
-"""Mixed precision under torchrun: FSDP2 beside a distributed module, and a GradScaler on its DTensors."""
+"""Mixed precision under torchrun: FSDP2 compared with a distributed module, and a GradScaler on its DTensors."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ def error(found, exact):
 
 
 def one_rank_overflows():
-    """Whole parameters come first, and a gradient overflows in the part of a split one that rank 0 does not have."""
+    """Replicated parameters come first, and a gradient overflows in a shard that rank 0 does not hold."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(8, 8)
     topology = autotp.Topology.load("dgx-a100").resized(dist.get_world_size())
@@ -38,7 +38,7 @@ def one_rank_overflows():
     for fused in (False, True):
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        for scale in (1.0, 1.0):  # the second step goes through
+        for scale in (1.0, 1.0):  # the second step is not skipped
             before = [p.full_tensor().clone() for p in parameters]
             scaler.scale(parallel(x).square().mean()).backward()
             if dist.get_rank() and scaler.get_scale() > scale:

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face directories, read into a model that was on meta and written again, on two ranks."""
+"""Weights of Hugging Face directories, loaded into a model that was on meta and saved again, on two ranks."""
 
 import tempfile
 from pathlib import Path
@@ -15,7 +15,7 @@ SMALL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": 
 
 
 def gpt2(dtype, cls=transformers.GPT2LMHeadModel):
-    """Tied, with a fused query-key-value weight."""
+    """A GPT-2 with tied embeddings and a fused query-key-value weight."""
     return cls(transformers.GPT2Config(vocab_size=96, n_embd=16, n_head=4, n_layer=2, n_positions=16, **SMALL)).to(dtype)
 
 
@@ -32,7 +32,7 @@ def tokens():
 
 
 def on_meta(make, dtype, strategy="megatron-1d", **kwargs):
-    """A distributed module whose model was never whole, with other values than any that is saved."""
+    """A distributed module of a model on meta, with other values than any that are saved."""
     with torch.device("meta"):
         model = make(dtype, **kwargs)
     torch.manual_seed(99)
@@ -46,7 +46,7 @@ def shared_folder():
 
 
 def saved(model, **kwargs):
-    """Where transformers saved a model."""
+    """Saves a model by transformers; returns the folder."""
     folder = shared_folder()
     if dist.get_rank() == 0:
         model.save_pretrained(folder, **kwargs)
@@ -62,7 +62,7 @@ def require_equal(found, state):
 
 
 class Counting:
-    """``safetensors.safe_open``, which counts the bytes that are read."""
+    """Wraps ``safetensors.safe_open``, and counts the bytes that are read."""
 
     def __init__(self, open_):
         self.open, self.read, self.largest = open_, 0, 0
@@ -97,7 +97,7 @@ class Counting:
 
 
 def refused(words, call, *args, **kwargs):
-    """Every rank must raise an error; ``words`` has what each says."""
+    """Checks that every rank raises an error; ``words[rank]`` must be part of it."""
     try:
         call(*args, **kwargs)
     except autotp.AutotpError as error:
@@ -107,7 +107,7 @@ def refused(words, call, *args, **kwargs):
 
 
 def round_trip():
-    """What transformers saves is read bit for bit, and what is written transformers loads bit for bit."""
+    """What transformers saves is loaded bit for bit, and transformers loads bit for bit what is saved here."""
     for make, dtype in ((gpt2, torch.float32), (llama, torch.float64)):
         torch.manual_seed(3)
         model = make(dtype)
@@ -141,7 +141,7 @@ def round_trip():
                 read, info = type(model).from_pretrained(written, output_loading_info=True)
                 assert not any(info.values()), info
                 require_equal(now, read.state_dict())
-            # The directory had several files, and has one now.
+            # The directory had several files, and now has one.
             autotp.save_pretrained(parallel, str(written), config=model.config)
             assert sorted(path.name for path in written.iterdir()) == ["config.json", "model.safetensors"]
             again = on_meta(make, dtype, strategy)
@@ -150,7 +150,7 @@ def round_trip():
 
 
 def heads():
-    """Files of the model without its head, and of the model with it where the module has none."""
+    """Files of the model without its head, and files with the head for a module without one."""
     for make, whole, base in (
         (gpt2, transformers.GPT2LMHeadModel, transformers.GPT2Model),
         (llama, transformers.LlamaForCausalLM, transformers.LlamaModel),
@@ -159,7 +159,7 @@ def heads():
         model = make(torch.float32, cls=whole)
         inner = model.base_model
         parallel = on_meta(make, torch.float32, cls=whole)
-        if make is gpt2:  # the head's weight is the embedding's
+        if make is gpt2:  # the head's weight is tied to the embedding's
             assert autotp.load_pretrained(parallel, saved(inner)) == ((), ())
             require_equal(parallel.state_dict(), model.state_dict())
         else:
@@ -184,7 +184,7 @@ class Broken:
 
 
 def errors():
-    """What one rank raises, all do, and nothing is changed."""
+    """An error of one rank is raised on all ranks, and nothing is changed."""
     model, rank = gpt2(torch.float32), dist.get_rank()
     folder, nowhere = saved(model), shared_folder()
     parallel = on_meta(gpt2, torch.float32)
@@ -212,7 +212,7 @@ def errors():
     config = Broken() if rank == 0 else None
     full = f"cannot save to {folder}: [Errno 28] No space left on device"
     refused((full, f"rank 0: {full}"), autotp.save_pretrained, parallel, folder, config=config)
-    if rank == 0:  # which alone writes, and may be at the next call already when the other looks
+    if rank == 0:  # rank 0 alone writes, and may be in the next call already when another looks
         assert not list(folder.glob(".autotp-*")) and (folder / "model.safetensors").read_bytes() == written
     wrong = "config is a int, which has no save_pretrained"
     refused((f"rank 1: {wrong}", wrong), autotp.save_pretrained, parallel, folder, config=5 if rank else None)

@@ -36,7 +36,7 @@ def data(count=20):
 
 
 def parts_of_the_batch():
-    """Each rank loads its own part; the last batch is smaller, and evaluation takes the whole one."""
+    """Each rank loads its own part of the batch; the last batch is smaller, and evaluation takes the whole dataset."""
     torch.manual_seed(0)
     model, dataset, ranks = Classifier().double(), data(), dist.get_world_size()
     plain = copy.deepcopy(model)
@@ -63,7 +63,7 @@ def parts_of_the_batch():
 
 
 class Several(nn.Module):
-    """Outputs with the batch in front, alone or with what was merged into it, elsewhere, and nowhere."""
+    """Outputs whose batch is the first dim, alone or merged with another, or another dim, and outputs without a batch."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Several(nn.Module):
 
 
 def rows_of_the_batch():
-    """Each rank is given back its own rows; what it computes from them is averaged, as with FSDP2. A weight has none."""
+    """Each rank gets its own rows back; what it computes from them is averaged, as with FSDP2. A weight has no rows."""
     torch.manual_seed(0)
     model, x, ranks = Several().double(), torch.randn(8, 8, 8, dtype=torch.float64), dist.get_world_size()
     for (strategy, mesh), schedule in itertools.product(
@@ -97,7 +97,7 @@ def rows_of_the_batch():
             for each in (mine, theirs):
                 terms = [each[name].sin().mean() for name in ("rows", "tokens", "firsts", "turned", "weight")]
                 (sum(terms) + each["loss"]).backward()
-            mine["rows"].mul_(2)  # as any output
+            mine["rows"].mul_(2)  # allowed, as for any output
         for (name, own), other in zip(parallel.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own.grad.full_tensor(), other.grad, **SIX, msg=f"{strategy} {schedule} {name}")
     parallel = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(ranks,), inputs="local", schedule="none")
@@ -108,7 +108,7 @@ def rows_of_the_batch():
 
 
 def through_several_modules():
-    """A rank's rows come from a layer that DDP would average, through two modules, one of them again and again."""
+    """A rank's rows come from a layer that DDP would average, and pass through two modules, one of them repeatedly."""
     torch.manual_seed(0)
     ranks = dist.get_world_size()
     x = torch.randn(8, 8, dtype=torch.float64)
@@ -133,7 +133,7 @@ def through_several_modules():
 
 
 def parts_of_other_sizes():
-    """Each rank brings as many rows as it has, or none: all is as of the whole batch, and each has its own rows back."""
+    """Ranks bring any number of rows, even none: results are those of the whole batch, and each gets its own rows back."""
     torch.manual_seed(0)
     model, ranks = Several().double(), dist.get_world_size()
     for (strategy, mesh), outputs in itertools.product(
@@ -161,7 +161,7 @@ def parts_of_other_sizes():
                     terms.append(found)
             sum(terms).backward()
             (sum(theirs[name].sin().sum() for name in ("rows", "tokens", "firsts")) + theirs["loss"]).backward()
-            expected = ways * whole.grad.split(sizes)[rank]  # which what made it will average
+            expected = ways * whole.grad.split(sizes)[rank]  # which the layer that made it will average
             torch.testing.assert_close(own.grad, expected, **SIX, msg=f"{strategy} {outputs} {sizes} the input")
         assert sum(each.key.whole for each in parallel.programs) == 3, parallel.programs
         for (name, own), other in zip(parallel.named_parameters(), plain.parameters(), strict=True):
@@ -195,7 +195,7 @@ class Compared(nn.Module):
 
 
 def inputs_that_are_no_part_of_a_batch():
-    """Every rank gives them whole, beside its own rows, and has to give the same."""
+    """Every rank gives them whole, beside its own rows; they must be the same on all ranks."""
     torch.manual_seed(0)
     plain, ranks, rank = Compared().double(), dist.get_world_size(), dist.get_rank()
     x, scale = torch.randn(2 * ranks, 8, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
@@ -231,7 +231,7 @@ def inputs_that_are_no_part_of_a_batch():
 
 
 def ranks_disagree():
-    """About weights, inputs, modes and kinds of calls; every rank raises, and the module works on."""
+    """On weights, inputs, modes and kinds of calls: every rank raises, and the module still works."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     x, y = data()[:8]
     torch.manual_seed(rank)
@@ -282,7 +282,7 @@ def ranks_disagree():
         parallel(x, y).backward()
     usual = autotp.parallelize(model, None, (x, y), strategy="zero3", mesh=(ranks,))
     with pytest.raises(autotp.PlanMismatchError, match="argument x differs between ranks 0 and 1"):
-        usual(x + rank, y)  # the first call is checked always
+        usual(x + rank, y)  # the first call is always checked
     usual(x, y)
     for inputs in ("local", "uneven"):
         whole = autotp.parallelize(model, None, (x, y), strategy="megatron-1d", mesh=(1, ranks), inputs=inputs)
@@ -295,7 +295,7 @@ def ranks_disagree():
 
 
 def arguments_that_are_no_tensors():
-    """Functions, objects and sets have other addresses, and other orders, on every rank; the call is the same."""
+    """Functions, objects and sets have different addresses and orders on every rank, but the call is the same."""
 
     class Held:
         scale = 2.0
@@ -316,7 +316,7 @@ def arguments_that_are_no_tensors():
 
 
 def losses_outside():
-    """Outputs stay where the plan has them, and a loss of a part of the logits gives the gradients of the whole one."""
+    """Outputs keep the plan's layout, and a loss of local logits gives the gradients of the loss of all logits."""
     torch.manual_seed(0)
     x, y = data()[:8]
     ranks = dist.get_world_size()
@@ -353,7 +353,7 @@ def losses_outside():
 
 
 def inputs_that_are_distributed():
-    """``DTensor`` inputs, on the module's mesh or another, mean what the plain ones mean; their gradients too."""
+    """``DTensor`` inputs, on the module's mesh or another, are equivalent to plain ones, and so are their gradients."""
     torch.manual_seed(0)
     x, _ = data()[:8]
     ranks = dist.get_world_size()
@@ -395,7 +395,7 @@ class Remembering(nn.Module):
 
 
 def a_cache_in_parts():
-    """Each rank keeps its part of a buffer that every call writes; it is no part of a state dict."""
+    """Each rank keeps its shard of a buffer that every call writes and that is not in the state dict."""
     torch.manual_seed(0)
     ranks, model = dist.get_world_size(), Remembering().double()
     plain, args = copy.deepcopy(model), (torch.randn(4, 3, 8).double(), torch.arange(3))
@@ -427,7 +427,7 @@ class Shared(nn.Module):
 
 
 def as_with_other_modules():
-    """Names of a shared module, anomaly detection; what contradicts a plan, or cannot be, is an error."""
+    """Names of a shared module, anomaly detection; contradictions to a plan and unsupported uses are errors."""
     torch.manual_seed(0)
     x, ranks, model = torch.randn(4, 8).double(), dist.get_world_size(), Shared().double()
     parallel = autotp.parallelize(model, None, (x,), strategy="zero3", mesh=(ranks,))

@@ -1,4 +1,4 @@
-"""State that four processes save with ``torch.distributed.checkpoint``, and they, two and one load: no number differs."""
+"""State saved by four processes with ``torch.distributed.checkpoint``, loaded by four, two and one: no number differs."""
 
 import copy
 import sys
@@ -28,7 +28,7 @@ ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 torch.manual_seed(0)
-#: Tied, with fused query-key-value weights, and a vocabulary that no axis divides.
+#: Tied embeddings, fused query-key-value weights, and a vocabulary that no axis divides.
 MODEL = transformers.GPT2LMHeadModel(
     transformers.GPT2Config(
         vocab_size=99, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -39,12 +39,12 @@ IDS = torch.randint(99, (4, 8))
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def adamw(module, how):  # the keys' bias has no gradient: eps keeps it from moving by rounding errors
+def adamw(module, how):  # the keys' bias has no gradient: eps prevents steps by rounding errors
     return torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3, **{how: True})
 
 
 def made(strategy, mesh, how, draw=1):
-    """A module with other weights, and an optimizer that has stepped it."""
+    """A module with other weights, and an optimizer after two steps."""
     torch.manual_seed(draw)
     model, machine = copy.deepcopy(MODEL), autotp.Topology.flat(dist.get_world_size())
     model.apply(model._init_weights)
@@ -70,7 +70,7 @@ def whole(state):
 
 
 def require_equal(found, wanted):
-    """To the bit, whatever holds the parts."""
+    """Checks equality bit for bit, for any layout."""
     found, wanted = whole(found), whole(wanted)
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
@@ -89,7 +89,7 @@ def in_blocks(module):
 
 
 def require_resumed(folder, strategy, mesh, how, losses):
-    """In each way that torch has, of a module and an optimizer that are elsewhere by then."""
+    """Resumes a module and an optimizer in another state, in each way that torch has."""
     parallel, optimizer = made(strategy, mesh, how)
 
     def agree():
@@ -100,12 +100,12 @@ def require_resumed(folder, strategy, mesh, how, losses):
     dcp.load(state, checkpoint_id=f"{folder}/now")
     set_state_dict(parallel, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     agree()
-    # What optimizers call their state themselves, in place.
+    # The state under the optimizer's own names, loaded in place.
     state = {"model": parallel.state_dict(), "optimizer": optimizer.state_dict()}
     dcp.load(state, checkpoint_id=f"{folder}/later")
     optimizer.load_state_dict(state["optimizer"])
     agree()
-    weights, moments = whole_of(folder)  # which torch puts this rank's parts into
+    weights, moments = whole_of(folder)  # torch copies this rank's parts from these
     set_model_state_dict(parallel, weights, options=FULL)
     set_optimizer_state_dict(parallel, optimizer, moments, options=FULL)
     agree()
@@ -122,7 +122,7 @@ def whole_of(folder):
 
 
 def regrouped(folder, ranks):
-    """Whether this process is one of the first ranks, which are a job of their own from now on."""
+    """Splits off the first ranks as a job of their own; returns whether this process is one of them."""
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -151,7 +151,7 @@ def main(how):
     weights, moments = get_state_dict(first, optimizer, options=ON_RANK_0)
     if dist.get_rank() == 0:
         torch.save({"model": weights, "optimizer": moments}, f"{folder}/whole.pt")
-    losses = steps(first, optimizer)  # does not reach what is saved meanwhile
+    losses = steps(first, optimizer)  # must not change what is being saved
     later.result()
     dist.barrier()
 

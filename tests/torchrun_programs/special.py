@@ -33,7 +33,7 @@ from passes.world.world import LocalWorld
 
 
 def meta():
-    """A model that was never whole: materialised module by module, equally on all ranks, and trained."""
+    """A model on meta is materialised module by module, equally on all ranks, and trained."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -65,19 +65,19 @@ def meta():
 
 
 def mismatch():
-    """A plan for four devices on two processes."""
+    """Runs a plan for four devices on two processes."""
     model, args, kwargs = MODELS["llama"]()
     plan = autotp.plan(model, autotp.Topology.flat(4), args, kwargs, strategy="data")
     autotp.parallelize(model, None, args, kwargs, plan=plan)
 
 
 def refused():
-    """A batch that the mesh does not divide: rank 0 plans, every rank hears why."""
+    """A batch that the mesh does not divide: rank 0 plans, and every rank raises its error."""
     autotp.parallelize(nn.Linear(4, 4), None, (torch.randn(1, 4),), strategy="data")
 
 
 def dropout():
-    """Shards draw different masks, replicas the same; the next step draws anew. Rank 0's generator decides."""
+    """Shards draw different masks, replicas the same; every step draws new ones. Rank 0's generator determines them."""
     rank = dist.get_rank()
 
     class Drop(nn.Module):
@@ -121,7 +121,7 @@ def dropout():
 
 
 def local_inputs():
-    """Each rank gives its own half of the batch, and gets it back; gradients are those of the whole."""
+    """Each rank gives its own half of the batch, and gets it back; gradients are those of the whole batch."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).double()
     x = torch.randn(6, 8, dtype=torch.float64)
@@ -136,7 +136,7 @@ def local_inputs():
 
 
 class Short(nn.Module):
-    """Dims of 9 and 7 elements: (2, 4) cuts them into 5 and 4, or 4 and 3, of which a fourth part may be empty."""
+    """Dims of 9 and 7 elements: (2, 4) splits them into 5 and 4, or 4 and 3, of which the fourth part may be empty."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Short(nn.Module):
 
 
 def short_dims():
-    """No rank has an empty part that its kernels refuse, and so leaves the others waiting; gradients are one device's."""
+    """No kernel refuses an empty part, which would leave other ranks waiting; gradients are those of one device."""
     torch.manual_seed(0)
     plain, x = Short().double(), torch.randn(2, 9, 1, dtype=torch.float64)
     plain(x).backward()
@@ -160,7 +160,7 @@ def short_dims():
 
 
 def destroyed():
-    """Nothing of the model keeps process groups, whose threads must not outlive the interpreter, to the end."""
+    """The module keeps no process groups alive until exit: their threads must not outlive the interpreter."""
     groups = [weakref.ref(dist.group.WORLD)]
 
     def check():
@@ -180,7 +180,7 @@ def destroyed():
 
 
 def once():
-    """Process groups, which keep threads and connections, are made once in a job, however many modules there were."""
+    """Process groups hold threads and connections, so they are made once in a job, for any number of modules."""
     x, descriptors = torch.ones(4, 4), []
     for mesh, strategy in 2 * (((2,), "zero3"), ((2, 1), "auto")):
         autotp.parallelize(nn.Linear(4, 4), None, (x,), strategy=strategy, mesh=mesh)(x).sum().backward()
@@ -190,7 +190,7 @@ def once():
 
 
 def twice():
-    """Gradients of gradients, of the inputs and of the parameters, go through the collectives too."""
+    """Gradients of gradients, with respect to inputs and parameters, also pass through the collectives."""
     from overlapping import tokens
     from second_order import agree, critic, penalised, slopes
 
@@ -245,7 +245,7 @@ def hooks():
             with torch.no_grad():
                 for value in parallel.parameters():
                     value.mul_(3)
-            average.update_parameters(parallel)  # the first takes them as they are
+            average.update_parameters(parallel)  # the first update copies them
             with torch.no_grad():
                 for value in parallel.parameters():
                     value.div_(3)
@@ -261,7 +261,7 @@ def hooks():
 
 
 class Stateful(nn.Module):
-    """Copies of what it is given, a parameter whose gradient is one number, and one that is read transposed."""
+    """Returns copies of what it is given; the gradient of one parameter is one number, and another is read transposed."""
 
     def __init__(self):
         super().__init__()
@@ -276,7 +276,7 @@ class Stateful(nn.Module):
 
 
 def state():
-    """Parameters change only between steps, gradients lie as they do, and copies are the caller's own."""
+    """Parameters change only between steps, gradients have parameters' strides, and copies are the caller's own."""
     for strategy in ("data", "zero3", "megatron-1d"):
         for schedule in ("overlap", "none"):
             torch.manual_seed(0)
@@ -326,7 +326,7 @@ def state():
 
 
 def orders():
-    """Ranks that measure and predict differently launch in the same order, because the first decides."""
+    """Ranks with different measurements and predictions launch in the same order, as rank 0 determines it."""
     from overlapping import random_durations, tokens
 
     model, args = tokens()
@@ -345,7 +345,7 @@ def orders():
 
 
 def collectives():
-    """Of few bytes and of many, of all dtypes: what processes exchange is what one process computes."""
+    """For few and many bytes and all dtypes, collectives between processes give what one process computes."""
     groups = [(0,), (1,), (0, 1)]
     mine, whole = ProcessWorld(init_device_mesh("cpu", (2, 2)), groups), LocalWorld((2, 2))
     place = whole.hosted.index(mine.hosted[0])
@@ -357,7 +357,7 @@ def collectives():
         parts = [(2 * torch.randint(0, 2, shape, generator=draw)).to(dtype) for _ in range(4)]
         calls = [("all_gather", (axis,)) for axis in (0, 1)]
         if len(shape) > 1:
-            parts = [part.reshape(2, 2, -1).transpose(1, 2) for part in parts]  # not in order in memory
+            parts = [part.reshape(2, 2, -1).transpose(1, 2) for part in parts]  # not contiguous
             calls += [("all_to_all", (axis,)) for axis in (0, 1)]
         if dtype != torch.bool:
             calls += [("reduce_scatter", (axis,)) for axis in (0, 1) if len(shape) > 1]
@@ -373,7 +373,7 @@ def collectives():
 
 
 def lone_parts():
-    """Where one rank has one element of a dim and another more, autograd saves other tensors: none is gathered again."""
+    """If one rank has one element of a dim and another more, autograd saves different tensors, and gathers none again."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -398,7 +398,7 @@ def lone_parts():
 
 
 def stored(state, wholes):
-    """Is read into other layouts and by a process alone, and broadcast from rank 0, as it was."""
+    """A saved state is restored by loading into other layouts, by loading in one process, and by broadcast from rank 0."""
     folder, elsewhere = [tempfile.mkdtemp()], {}
     dist.broadcast_object_list(folder)
     dcp.save(state, checkpoint_id=folder[0])
@@ -417,8 +417,9 @@ def stored(state, wholes):
 
 
 def resting():
-    """Wherever a parameter may rest, torch puts it together again, and checkpoints hold it; also where blocks and two axes
-    meet, and where parts differ in size.
+    """torch reassembles a parameter in any layout in which it may rest, and checkpoints hold it.
+
+    Includes blocks where two axes shard, and parts of different sizes.
     """
     mesh, state, wholes = init_device_mesh("cpu", (2, 2)), {}, {}
     for shape, rows, columns in (((48, 12), (1, 2, 3, 4, 6), (1, 2, 3)), ((9, 20), (1,), (1, 5))):

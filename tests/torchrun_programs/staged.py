@@ -1,4 +1,4 @@
-"""Two nodes of two: gradients are summed within nodes first, then between them, by groups of their own."""
+"""Two nodes of two ranks: gradients are reduced within nodes first, then between them, by groups of their own."""
 
 import torch
 from overlapping import tokens

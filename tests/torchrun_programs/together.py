@@ -1,6 +1,6 @@
-"""Cases of other programs, one after the other in one job: to start processes takes longer than most cases.
+"""Runs cases of other programs, one after the other in one job: starting processes takes longer than most cases.
 
-A case is a program, of which ``main`` is called, or ``program:function,function``.
+A case is a program, whose ``main`` is called, or ``program:function,function``.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import sys
 import torch.distributed as dist
 
 if __name__ == "__main__":
-    # Imported first: modules of torch that are imported later have the process group as a default of arguments, to the end.
+    # Imported first: torch modules that are imported later keep the process group as a default argument until the end.
     cases = [
         getattr(importlib.import_module(program), function)
         for program, _, functions in (case.partition(":") for case in sys.argv[1:])

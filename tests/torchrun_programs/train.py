@@ -1,4 +1,4 @@
-"""Three AdamW steps of a distributed model beside the plain one, in float64."""
+"""Three AdamW steps of a distributed model, compared with the plain model, in float64."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate with a distributed module, against the plain model in one process."""
+"""transformers' Trainer and accelerate with a distributed module, compared with the plain model in one process."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from autotp.integrations.accelerator import Accelerator
 from autotp.integrations.trainer import Trainer
 
 WHOLE = StateDictOptions(full_state_dict=True)
-#: What torchrun tells its processes; without it, a process is alone.
+#: Variables that torchrun sets; without them, a process runs alone.
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -34,7 +34,7 @@ def llama():
 
 
 def adapted():
-    """Of an adapter's two matrices, one that is trained, and one that is not."""
+    """A model with LoRA adapters: of one adapter both matrices are trained, of the other only one."""
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
     model = peft.get_peft_model(llama(), lora)
     for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def normed():
 
 
 def gpt2(dropout):
-    """Tied, with a fused query-key-value weight."""
+    """A GPT-2 with tied embeddings and a fused query-key-value weight."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=16, n_head=4, n_layer=1, n_positions=16, use_cache=False,
@@ -72,7 +72,7 @@ def gpt2(dropout):
 
 
 def data(rows):
-    """Rows whose numbers of labels differ."""
+    """Rows with different numbers of labels."""
     made = []
     for row in range(rows):
         ids = torch.randint(64, (12,), generator=torch.Generator().manual_seed(row))
@@ -97,7 +97,7 @@ def trained(kind, model, args, resume=None, rows=18):
 
 
 def logged(trainer):
-    """The numbers of each step and evaluation that do not depend on time."""
+    """The logged values of each step and evaluation, except those that depend on time."""
     names = (
         "loss",
         "grad_norm",
@@ -124,7 +124,7 @@ def shared_folder():
 
 
 def plain(make, folder, rows=18):
-    """What Trainer logs of the plain model in one process, and where it saves the model."""
+    """Runs Trainer on the plain model in one process, which saves it in the folder; returns what Trainer logs."""
     if dist.get_rank() == 0:
         alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         subprocess.run([sys.executable, __file__, make.__name__, str(folder), str(rows)], env=alone, check=True)
@@ -133,7 +133,7 @@ def plain(make, folder, rows=18):
 
 
 def require_close(found, wanted, norms=1e-9):
-    """Losses are logged in float32, norms as they are."""
+    """Compares logs; losses are logged in float32, norms in full precision."""
     assert len(found) == len(wanted), (found, wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys(), (one, other)
@@ -143,13 +143,13 @@ def require_close(found, wanted, norms=1e-9):
 
 
 def losses():
-    """Accumulation, clipping, evaluation, smaller last batches and labels of differing numbers."""
+    """Accumulation, clipping, evaluation, smaller last batches, and varying numbers of labels."""
     folder = shared_folder()
     wanted = plain(llama, folder)
     parallel = distributed(llama())
     trainer = trained(Trainer, parallel, arguments(folder / "here"))
     require_close(logged(trainer), wanted)
-    assert len(parallel.programs) == 4, [*map(str, parallel.programs)]  # trained: of 4 and 2 rows; evaluated: of 4 and 1
+    assert len(parallel.programs) == 4, [*map(str, parallel.programs)]  # training: 4 and 2 rows; evaluation: 4 and 1
     trainer.save_model(str(folder / "ours"))
     one, other = (transformers.AutoModelForCausalLM.from_pretrained(folder / name) for name in ("ours", "plain"))
     assert type(one) is type(other) is transformers.LlamaForCausalLM
@@ -162,7 +162,7 @@ def losses():
 
 
 def resumed(strategy, dropout):
-    """What a run logs, and one that goes on from its checkpoint with another plan, of a model with other weights."""
+    """The logs of a run, and of one resumed from its checkpoint with another plan, of a model with other weights."""
     folder, other = shared_folder(), shared_folder()
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     saving |= {"load_best_model_at_end": True, "gradient_accumulation_steps": 1, "num_train_epochs": 1}
@@ -176,12 +176,12 @@ def resumed(strategy, dropout):
     again = distributed(model, strategy, dropout=dropout)
     torch.manual_seed(5)
     rest = trained(Trainer, again, arguments(other, **saving), str(folder / "checkpoint-2"), rows=16)
-    # The last entry is of the losses since the run began or was resumed.
+    # The last entry is about the losses since the run began or was resumed.
     return logged(whole)[:-1], logged(rest)[:-1]
 
 
 def resume():
-    """Dropout goes on as it would have."""
+    """A resumed run draws the dropout masks that an uninterrupted run draws."""
     whole, rest = resumed("megatron-1d", "sharded")
     assert whole == rest, (whole, rest)
 
@@ -192,7 +192,7 @@ def resume_with_another_plan():
 
 
 def adapters():
-    """Only the adapter is trained and saved; merged afterwards, it is that of the plain model."""
+    """Only the adapter is trained and saved; merged afterwards, it equals that of the plain model."""
     folder = shared_folder()
     wanted = plain(adapted, folder, rows=16)
     parallel = distributed(adapted())
@@ -266,7 +266,7 @@ def by_accelerate(accelerator, model, optimizer, batches, scheduler):
 
 
 def accelerated():
-    """accelerate's loop: accumulation, clipping, a scheduler, and a state that is saved and loaded."""
+    """accelerate's training loop: accumulation, clipping, a scheduler, and a state that is saved and loaded."""
     folder, whole = shared_folder(), parts(llama())
     first, second = [*by_hand(*whole)], [*by_hand(*whole)]
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
@@ -286,7 +286,7 @@ def accelerated():
     torch.testing.assert_close(found, torch.tensor(second, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
-if __name__ == "__main__":  # the plain model, alone
+if __name__ == "__main__":  # runs the plain model in one process
     made, into = globals()[sys.argv[1]](), Path(sys.argv[2])
     alone = trained(transformers.Trainer, made, arguments(into), rows=int(sys.argv[3]))
     alone.save_model(str(into / "plain"))

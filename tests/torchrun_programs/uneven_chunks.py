@@ -1,6 +1,6 @@
-"""Chunks whose parts are uneven: every rank sends the same messages in the same order, whether its parts are padded or not.
+"""Chunks with uneven parts: every rank sends the same messages in the same order, whether its parts are padded or not.
 
-Which chunks move together was once decided by which tensors were one object, and padding makes others.
+Earlier, which chunks moved together depended on which tensors were one object, and padding makes new objects.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Parameters and inputs that a model changes in place are changed as by the model."""
+"""Parameters and inputs that a model changes in place change as in the model."""
 
 import copy
 import functools
@@ -40,7 +40,7 @@ class Hidden(torch.nn.Module):
 
 
 def what_is_carried_can_be_set(topology, mesh):
-    """Such as a hidden state between two sequences, also where it rests in parts."""
+    """State that is carried between calls, such as a hidden state, can be set, also if it is sharded."""
     rest, args = set(), WRITING[Recent]
     for strategy in ("zero3", "megatron-1d"):
         torch.manual_seed(1)

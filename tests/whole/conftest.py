@@ -1,4 +1,4 @@
-"""Programs in several processes."""
+"""Runs programs in several processes."""
 
 import os
 import subprocess
@@ -12,10 +12,10 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """Runs one of ``tests/torchrun_programs`` under torchrun, on CPUs unless ``gpus``."""
+    """Returns a function that runs one of ``tests/torchrun_programs`` under torchrun, on CPUs unless ``gpus``."""
 
     def run(processes, program, *arguments, timeout=150, gpus=False):
-        before = os.environ.get("PYTHONPATH", "")  # where another torch may be
+        before = os.environ.get("PYTHONPATH", "")  # may lead to another torch
         path = os.pathsep.join(filter(None, (before, str(TESTS.parent), str(TESTS))))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}

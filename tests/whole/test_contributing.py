@@ -1,4 +1,4 @@
-"""`docs/guide/contributing.md`: what its snippets add works once it is where their first lines say, and its files exist."""
+"""`docs/guide/contributing.md`: its snippets work in the places that their first lines name, and its files exist."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ from passes.strategies.space import strategies
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guide" / "contributing.md").read_text()
-#: File -> (where in it, text) of the page's snippets.
+#: File -> (place in it, text) of the page's snippets.
 SNIPPETS = {
     file: (place, text)
     for file, place, text in re.findall(r"^```\w+\n# ([\w/.-]+), (?:in )?(.+?)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ MACHINE = slow_machine((4,))
 
 
 def entry(file, name, form):
-    """What a snippet adds to a table of a file, read in that file's own names; ``form`` says what is around it there."""
+    """What a snippet adds to a table of a file, evaluated with the file's names; ``form`` is the code around it."""
     place, text = SNIPPETS[file]
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     assert place == name and hasattr(module, name)
@@ -87,7 +87,7 @@ def test_an_operator(monkeypatch):
     (operator,) = (op for node, op in analyse(captured).items() if node.name == name)
     every = [strategy.assignment for strategy in strategies(operator, plan.mesh_shape)]
     assert {"m2", "n", "i", "j"} <= {factor for assignment in every for factor in assignment}
-    for assignment in every:  # the planner need not choose one that is wrong
+    for assignment in every:  # the planner might not choose a wrong one
         others = tuple(replace(op, assignment=assignment) if op.name == name else op for op in plan.operators)
         exact(model, replace(plan, operators=others), x, "none")
 
@@ -125,7 +125,7 @@ def test_an_algorithm(monkeypatch):
 
 
 def seconds(kind):
-    """Seconds of a collective of MPI's by the number of ranks and by bytes, on one level: 1 us, 1 GB/s."""
+    """Seconds of an MPI collective as a function of the number of ranks and of bytes, on one level: 1 us, 1 GB/s."""
     compiled = compile_formula(collectives.OF_LINK, collectives.expression(kind, "mpi"))
     return lambda n, volume: compiled(volume, *collectives.figures(Link(n, 1e9, 1e-6)))
 
@@ -149,7 +149,7 @@ def test_a_pass(monkeypatch):
 
 
 class Twice(nn.Module):
-    """Negates what it negated."""
+    """Negates a value twice."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
 """Sizes, strides and dtypes that models seldom have, each of which once gave a wrong number or crashed.
 
-Tests before them had dims that divide or are far longer than the axes that cut them, contiguous operands, and float64.
+Earlier tests had dims that axes divide or that are far longer than the axes, contiguous operands, and float64.
 """
 
 import copy
@@ -33,7 +33,7 @@ def planned(model, args, strategy, mesh, **options):
 
 
 class Transposed(nn.Module):
-    """Batch norm of what is transposed, one dim of size 1: transformers' CLAP has this."""
+    """Batch norm of a transposed tensor with a dim of size 1, as in transformers' CLAP."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Transposed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A dim that (2, 4) divides into 5 and 4, and those into 2, 2, 1 and nothing, and ones."""
+    """A dim that (2, 4) splits into 5 and 4, and these into 2, 2, 1 and 0, and into ones."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Grouped(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Batch norm of no elements, and a reshape that gives them another shape."""
+    """Batch norm of an empty tensor, and a reshape to another empty shape."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Nothing(nn.Module):
 
 
 class Pooled(nn.Module):
-    """Transposed, normalised, averaged: the gradient of the mean is expanded, and torch's own kernel misreads it."""
+    """Transposed, normalised, averaged: the gradient of the mean is expanded, which torch's own kernel misreads."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def test_corners_are_exact(factory, shape, mesh, strategy, schedule):
 
 
 class Bags(nn.Module):
-    """All results of bags, whose kernel says by the strides of the weight which bag each index is in, or not."""
+    """All results of bags; it depends on the weight's strides whether the kernel returns the bag of each index."""
 
     def __init__(self, copied):
         super().__init__()
@@ -157,7 +157,7 @@ def test_results_of_bags_do_not_depend_on_where_a_reshard_puts_the_weight(copied
 
 
 class Expanded(nn.Module):
-    """A loss of scores that one device has twice in memory and its part once."""
+    """A loss of expanded scores, of which one device has two copies in memory, and a device's part one."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ def normalised(norm):
 
 
 class Cancelling(nn.Module):
-    """A sum whose first half is beyond float16's range, and so is the second, of the other sign."""
+    """A sum whose two halves exceed float16's range, with opposite signs."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +206,7 @@ class Cancelling(nn.Module):
 
 
 class Distances(nn.Module):
-    """Of 40 rows, which torch takes by a product; of the 20 of a device, by a kernel that knows no halves."""
+    """Distances to 40 rows, which torch computes by a product; to a device's 20 rows, by a kernel without halves."""
 
     def __init__(self):
         super().__init__()
@@ -246,13 +246,13 @@ def test_halves_are_as_precise_as_in_the_plain_model(name, dtype):
     plain, found = run(copy.deepcopy(model), (x,)), run(model, (x,), plan)
     for part, want in exact.items():
         mine, its = ((each[part].double() - want).norm() / want.norm() for each in (found, plain))
-        # Partial sums of products and gradients travel in their dtype, as with Megatron-LM and FSDP2: rounded once more.
+        # Partial sums of products and gradients are sent in their dtype, as in Megatron-LM and FSDP2: one more rounding.
         allowed = 1.1 * its + 0.5 * torch.finfo(dtype).eps
         assert mine <= allowed, f"{part}: {mine:.3g} beside {its:.3g}"
 
 
 class Narrowed(nn.Module):
-    """A result of another dtype than the operand's."""
+    """Returns another dtype than the operand's."""
 
     def __init__(self, function, dtype):
         super().__init__()
@@ -265,7 +265,7 @@ class Narrowed(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", [torch.mean, torch.sum, torch.softmax, torch.log_softmax], ids=lambda f: f.__name__)
 def test_results_in_halves_of_wider_operands_are_rounded_once(function, dtype):
-    """Tests of halves had operands in halves alone, and those of ``dtype`` asked for wider results."""
+    """Earlier tests of halves had only operands in halves, and those of ``dtype`` requested wider results."""
     torch.manual_seed(0)
     model, x = Narrowed(function, dtype), torch.randn(512, 16) + (3000 if function is torch.mean else 3)
     found, plain, want = run(model, (x,), planned(model, (x,), "data", (2,))), run(model, (x,)), function(x.double(), 0)
@@ -276,7 +276,7 @@ def test_results_in_halves_of_wider_operands_are_rounded_once(function, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["data", "megatron-1d"])
 def test_running_statistics_of_halves_are_as_precise_as_in_the_plain_model(strategy, dtype):
-    """A variance beyond float16's range. The other tests begin with momentum 1 or values around 1, where none is lost."""
+    """A variance beyond float16's range. Other tests start with momentum 1 or values around 1, where none is lost."""
     torch.manual_seed(0)
     model, steps = nn.BatchNorm1d(8).to(dtype), [(3 + 300 * torch.randn(512, 8)).to(dtype) for _ in range(3)]
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
@@ -290,7 +290,7 @@ def test_running_statistics_of_halves_are_as_precise_as_in_the_plain_model(strat
 
 
 class Sliced(nn.Module):
-    """Expanded, summed, sliced: on some devices of a mesh an operand lies so that an all-reduce may write over it."""
+    """Expanded, summed, sliced: only on some devices may an all-reduce overwrite an operand, by its strides."""
 
     def __init__(self):
         super().__init__()
@@ -302,7 +302,7 @@ class Sliced(nn.Module):
 
 
 def test_devices_differ_in_what_may_be_written_over():
-    """In lockstep all devices do the same; in the tests before, their parts had the same strides."""
+    """In lockstep, all devices must do the same; in earlier tests, their parts had the same strides."""
     torch.manual_seed(0)
     model = Sliced().double()
     plan = planned(model, (), "auto", (2, 3), schedule="overlap", chunks={})

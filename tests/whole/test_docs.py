@@ -1,4 +1,4 @@
-"""The documentation: the site builds without a broken link, its reference is whole, and what the guide shows works."""
+"""The documentation: the site builds without a broken link, its reference is complete, and the guide's code works."""
 
 import ast
 import html
@@ -23,7 +23,7 @@ ENVIRONMENT = os.environ | {
     "NO_MKDOCS_2_WARNING": "1",
     "COLUMNS": "200",
 }
-#: A fenced block: its language, the title that it may have, and what is in it.
+#: A fenced block: its language, its title if it has one, and its content.
 BLOCK = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -34,14 +34,14 @@ def run(command, folder):
 
 
 def shown(page):
-    """A page's words, without markup."""
+    """The text of a page, without markup."""
     text = re.sub(r"<(script|style|nav).*?</\1>", "", page, flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
 
 
 @pytest.mark.slow
 def test_the_site_builds_and_its_reference_is_whole(tmp_path):
-    # Not --quiet: what is not said does not count as a warning.
+    # Not --quiet: messages that are not printed do not count as warnings.
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)
     pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
     assert not [name for name, page in pages.items() if "<!-- made:" in page]
@@ -62,7 +62,7 @@ def test_the_site_builds_and_its_reference_is_whole(tmp_path):
 
 @pytest.mark.parametrize("file", ["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))])
 def test_relative_links_lead_somewhere(file):
-    """On GitHub, where no site is built."""
+    """As on GitHub, where no site is built."""
     text = re.sub(r"^```.*?^```", "", (ROOT / file).read_text(), flags=re.MULTILINE | re.DOTALL)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     missing = [link for link in links if not ((ROOT / file).parent / link.partition("#")[0]).exists()]
@@ -80,7 +80,7 @@ def test_what_a_folder_says_is_in_it_is_there_and_nothing_else(file):
 
 
 def blocks(page):
-    """(language, title, text) of what a page shows: files, scripts, commands, as ``text`` what the last command prints."""
+    """(language, title, text) of a page's files, scripts and commands, and as ``text`` the output of the last command."""
     words, end, found = page.read_text(), 0, []
     for block in BLOCK.finditer(words):
         if block[1] != "text" or not words[end : block.start()].strip():
@@ -90,7 +90,7 @@ def blocks(page):
 
 
 def said(printed):
-    """Lines, up to an ellipsis, without what differs from run to run: spaces, times of planning, hashes, rounding."""
+    """Lines, up to an ellipsis, without what differs between runs: spaces, planning times, hashes, rounding."""
     differs = r"[┃│]|\bin [\d.]+ m?s\b|\b[0-9a-f]{16}\b|\b[\d.]+e-\d+"
     lines = (" ".join(re.sub(differs, " ", line).split()) for line in printed.splitlines())
     return [line.partition("...")[0].rstrip() for line in lines if line and line != "..."]
@@ -101,8 +101,9 @@ def said(printed):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", [*GUIDE, ROOT / "docs" / "papers.md"], ids=lambda page: page.stem)
 def test_what_the_guide_shows_works(page, tmp_path):
-    """Every file, script and command of a page, in its order, in a folder that has the guide's model; what is shown below a
-    command is what it prints.
+    """Runs every file, script and command of a page, in order, in a folder with the guide's model.
+
+    The output that the page shows below a command is what the command prints.
     """
     printed = ""
     model = next(text for _, title, text in blocks(ROOT / "docs" / "guide" / "first-plan.md") if title == "model.py")
@@ -125,5 +126,5 @@ def test_what_the_guide_shows_works(page, tmp_path):
     "program", thinned((text for _, _, text in blocks(ROOT / "docs" / "upstream.md")), 3, whole=True), ids=range(3)
 )
 def test_a_kernel_that_needs_care_still_does(program, tmp_path):
-    """Where it does not, torch is mended: the rule's `misreads` and the page's section can go."""
+    """If it fails, torch is fixed: the rule's `misreads` and the page's section can be removed."""
     assert float(run([sys.executable, "-c", program], tmp_path)) > 1e-6

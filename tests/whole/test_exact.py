@@ -1,4 +1,4 @@
-"""The promise: a plan's numbers are the model's. Forward, gradients, buffers and three AdamW steps, in float64, to 1e-9."""
+"""A plan's numbers are the model's: outputs, gradients, buffers and three AdamW steps, in float64, to 1e-9."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from passes.world.world import LocalWorld
 FAMILIES = ["auto", "data", "zero3", "megatron-1d", "megatron-sp", "tensor3d", "atp"]
 MESHES = [(4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
 
-#: The families with a grid of rows and columns, with the meshes that suit them: [q, q, d] with depth on any axis.
+#: The families with a grid of rows and columns, and meshes for them: [q, q, d] with the depth on any axis.
 GRIDS = {
     "summa-2d": [(2, 2), (4, 4), (3, 3), (2, 4)],
     "tesseract-2.5d": [(2, 2, 2), (2, 2, 4), (4, 2, 2), (4, 4), (3, 3), (3, 2, 2)],
     "3d": [(2, 2, 2), (2, 3, 2), (2, 2, 4)],
 }
 
-#: Part of each family's scheme names, and the least share of the operators with weights that must be of that scheme.
+#: A part of each family's scheme names, and the least share of the operators with weights whose scheme has it.
 USED = {
     "data": ("data", 1.0),
     "zero3": ("ZeRO-3", 0.9),
@@ -43,7 +43,7 @@ USED = {
     "3d": ("3D", 0.7),
 }
 
-#: Every family, model and mesh at least once; every family on at least three models. The first have every family once.
+#: Every family, model and mesh at least once, and every family on three models or more. The first cases cover all families.
 COVERING = [
     ("unet", "auto", (2, 2)),
     ("llama", "data", (8,)),
@@ -122,7 +122,7 @@ OVERLAPPED = [
 ]
 
 
-#: Recomputation, run as autograd orders it (chunks None) or overlapped: (model, strategy, mesh, chunks, way).
+#: Recomputation, in autograd's order (chunks None) or overlapped: (model, strategy, mesh, chunks, way).
 RECOMPUTED = [
     ("llama", "data", (4,), None, "full"),
     ("vit", "megatron-sp", (2, 2), {}, "full"),
@@ -140,7 +140,7 @@ RECOMPUTED = [
 ]
 
 
-#: Parameters that are gathered once: as above, (model, strategy, mesh, chunks, way).
+#: Parameters that are gathered only once: as above, (model, strategy, mesh, chunks, way).
 ONCE = [
     ("gpt2", "zero3", (4,), None, "none"),
     ("llama", "zero3", (2, 2), {}, "none"),
@@ -166,13 +166,13 @@ def check(name, strategy, mesh, panels=None, chunks=None, overlapped=False, reco
     options = Options(strategy, mesh=mesh, panels=panels, schedule="none", recompute=recompute, reshard_after_forward=twice)
     plan = plan_captured(captured(name), slow_machine(mesh), options)
     plan = dataclasses.replace(plan, chunks=chunks or {})
-    # No topology asks for stages, buckets and chunks at once: every all_reduce over several axes goes level by level.
+    # No topology needs stages, buckets and chunks at once: run every all_reduce over several axes level by level.
     how = dataclasses.replace(overlap_of(plan), faster=lambda *_: True) if overlapped else how_to_run(plan, "none")
     with float64_mode():
         plain, args, kwargs = double(MODELS[name])
         model, _, _ = double(MODELS[name])
         ours = Simulated(model, plan, apply(captured(name), plan), LocalWorld(mesh), lambda _: how)
-        # A gradient that is 0 but for rounding becomes a full step of Adam with the default epsilon, in a random direction.
+        # With its default epsilon, Adam makes a full step in a random direction of a gradient that is 0 up to rounding.
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (plain, model)]
         for step in range(3):
             expected, output = plain(*args, **kwargs), ours(*args, **kwargs)
@@ -209,14 +209,14 @@ def assert_used(plan, strategy, mesh):
     sharded = sum(op.scheme != "replicated" for op in operators)
     assert sharded >= 0.5 * len(operators), [op.scheme for op in operators]
     if 3 in mesh and mesh != (2, 3, 2):
-        return  # sizes that 3 does not divide stay whole
+        return  # sizes that 3 does not divide are not sharded
     if strategy in USED and not (len(mesh) == 1 and strategy in ("tensor3d", "atp")):
         scheme, share = USED[strategy]
         if strategy in ("tensor3d", "atp") and len(mesh) == 3:
-            scheme = "3D"  # with weights that rest in parts on the batch's axis, too, layouts at rest are those of 3D
+            scheme = "3D"  # as weights also rest sharded over the batch's axis, layouts at rest are those of 3D
         names = {scheme}
         if strategy in ("megatron-1d", "megatron-sp") and len(mesh) > 1:
-            names.add("SUMMA")  # likewise: the optimizer's step is faster on parts
+            names.add("SUMMA")  # likewise: the optimizer's step is faster on shards
         found = sum(any(name in op.scheme for name in names) for op in operators)
         assert found >= share * len(operators), (scheme, [op.scheme for op in operators])
 
@@ -231,7 +231,7 @@ def test_a_covering_part(name, strategy, mesh):
 
 @pytest.mark.parametrize(("name", "strategy", "mesh", "chunks"), thinned(OVERLAPPED, slow=1), ids=written)
 def test_overlap(name, strategy, mesh, chunks):
-    """Scheduled forward and backward graphs, with chunks, and collectives merged and in stages."""
+    """Scheduled forward and backward graphs, with chunks, and with merged and staged collectives."""
     plan = check(name, strategy, mesh, 1, chunks, overlapped=True)
     assert_used(plan, strategy, mesh)
 
@@ -326,6 +326,6 @@ def test_the_covering_part_covers():
 
 @pytest.mark.slow
 def test_logits_without_labels():
-    """The loss outside the model: logits come out whole and carry gradients back."""
+    """With the loss outside the model, logits are whole and propagate gradients."""
     plan = check("llama_logits", "megatron-1d", (2, 2))
     assert any("1D" in op.scheme for op in weight_operators(plan))

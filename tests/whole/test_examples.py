@@ -44,7 +44,7 @@ def test_curves_are_compared_relatively() -> None:
     assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
     assert largest_difference([2.0, 1.1], [2.0, 1.0]) == pytest.approx(0.1)
     assert math.isnan(largest_difference([math.nan], [1.0]))
-    # What the examples ask: a curve that became NaN is not the same curve.
+    # The condition of the examples: a curve that became NaN is not the same curve.
     assert not largest_difference([1.0, math.nan], [1.0, 1.0]) <= TOLERANCE
 
 
@@ -103,7 +103,7 @@ def test_processes_train_as_one(script: str, processes: int) -> None:
 
 
 def on_two_processes(script: str, *arguments: str) -> str:
-    """What an example prints."""
+    """Runs an example on two processes, and returns what it prints."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -126,7 +126,7 @@ def test_trainer_trains_on_two_processes() -> None:
 
 
 def resumed(folder: Path, *runs: tuple) -> list[float]:
-    """The losses of runs of ``resume.py`` that go on where the last one ended; without processes, by PyTorch alone."""
+    """The losses of consecutive runs of ``resume.py``, each resuming the last; 0 processes run PyTorch alone."""
     losses: list[str] = []
     for processes, *words in runs:
         started = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
@@ -144,7 +144,7 @@ def resumed(folder: Path, *runs: tuple) -> list[float]:
 
 
 def uninterrupted(folder: Path, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> list[float]:
-    """The losses of that example's model by PyTorch alone, in one run."""
+    """The losses of that example's model with PyTorch alone, in one run."""
     import resume
 
     folder.mkdir()
@@ -178,7 +178,7 @@ def test_a_run_that_is_resumed_with_its_own_plan_has_the_same_bits(tmp_path) -> 
 def test_lora_is_trained_and_merged(tmp_path: Path) -> None:
     printed = on_two_processes("finetune_lora.py", str(tmp_path))
     losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", printed)]
-    assert len(losses) == 3 and losses[-1] < 4.5  # log(128), to begin with, is 4.9
+    assert len(losses) == 3 and losses[-1] < 4.5  # at first it is log(128), 4.9
     from finetune_lora import BATCH, VALIDATION
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -195,7 +195,7 @@ def test_a_model_without_memory_is_loaded_trained_and_saved(tmp_path: Path) -> N
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
     assert losses[0] == pytest.approx(
         loss_of(before, ROWS.split(BATCH)[3:4]), abs=0.02
-    )  # the first step's last micro-batch
+    )  # of the first step's last micro-batch
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
     dcp.load({"model": after.state_dict()}, checkpoint_id=tmp_path / "step-6", no_dist=True)
     assert len(losses) == 6 and loss_of(after, ROWS.split(BATCH)) < losses[-1] < losses[0]
@@ -218,7 +218,7 @@ def loss_of(model: torch.nn.Module, batches: Sequence[torch.Tensor]) -> float:
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 def test_training_goes_on_after_a_kill_and_on_fewer_processes(tmp_path: Path) -> None:
-    """Steps 0 to 11 on four processes, one of which is killed in between, and the rest on two: the curve of one process."""
+    """Steps 0 to 11 on four processes, one of which is killed meanwhile, and the rest on two: the losses of one process."""
     from elastic import build, loss_of
 
     model, curve = build(), []

@@ -1,4 +1,4 @@
-"""Jobs whose ranks go apart, or stop, or compute what they should not: what is said of it."""
+"""Jobs whose ranks diverge, stop, or compute wrong values, and what is reported."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_rank_that_comes_late_is_waited_for(torchrun):
 
 
 def told(done):
-    """What every rank said, by what that is of."""
+    """What each of two ranks reported, by topic."""
     lines = [line.split(maxsplit=2)[1:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert lines, done.stdout + done.stderr
     return [dict(text.split(": ", 1) for rank, text in lines if rank == each) for each in "01"]

@@ -1,7 +1,7 @@
-"""Indices and labels out of range raise wherever their dim is sharded, as they do in the plain model.
+"""Indices and labels out of range raise wherever their dim is sharded, as in the plain model.
 
-Tests had looked up what is there alone: a device takes an index that is another's for one to skip, and an index that is
-nobody's was skipped by all of them.
+Earlier tests looked up valid indices only: a device skips the indices of other devices, so all devices skipped an index
+that no device has.
 """
 
 import pytest
@@ -66,7 +66,7 @@ class TwoTables(nn.Module):
     "constraints", [["embedding=v@y", "embedding_1=v@y"], ["embedding_1=v@y", "embedding=m1@x"]], ids=str
 )
 def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedule):
-    """Both read the ids by one reshard, which once read them before the second check."""
+    """Regression: both tables read the ids through one reshard, which once came before the second check."""
     ids, _ = sentences
     model = TwoTables().double()
     plan = autotp.plan(model, autotp.Topology.flat(4), (ids,), mesh=(2, 2), constraints=constraints, chunks={})
@@ -80,7 +80,7 @@ def test_tables_of_several_sizes_are_all_checked(sentences, constraints, schedul
 
 
 class Checked(nn.Module):
-    """Operators whose checks a trace does without."""
+    """Operators whose checks are missing in a trace."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ class Checked(nn.Module):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_kernel_refuses_is_refused(schedule):
-    """Overlapped graphs are traced, and what nobody reads, such as an error's number, was left out of them."""
+    """Regression: overlapped graphs are traced, which removed unused results, such as an error's number."""
     model, args = Checked().double(), (torch.arange(8), torch.eye(8).double())
     plan = autotp.plan(model, autotp.Topology.flat(2), args, mesh=(2,))
     simulated = autotp.simulate(model, plan, args, schedule=schedule)
@@ -107,7 +107,7 @@ def test_what_a_kernel_refuses_is_refused(schedule):
 @pytest.mark.exact
 @pytest.mark.distributed
 def test_all_ranks_raise(torchrun):
-    """Also where each has its own part of the batch, and the index is in one of them."""
+    """Also if each rank has its own part of the batch, and only one part has the index."""
     done = torchrun(4, "indices.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("raised on rank") == 8

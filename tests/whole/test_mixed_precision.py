@@ -1,4 +1,4 @@
-"""Precision: the numbers of FSDP2 under the same policy, half the bytes gathered, and scaled gradients."""
+"""Mixed precision: the numbers of FSDP2 under the same policy, half the bytes gathered, and scaled gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _machine(devices: int, device: Device = _DEVICE) -> autotp.Topology:
 
 def _made(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     model, args, kwargs = MODELS[name]()
-    if name == "llama":  # whose fused attention is another kernel once a mask is given, as a captured graph does
+    if name == "llama":  # with an explicit mask, as captured graphs have, its fused attention is another kernel
         model.config._attn_implementation = "eager"
     return model, args, kwargs
 
@@ -93,7 +93,7 @@ def _gradients(model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Map
 
 
 def _error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """The largest relative error of a gradient that is not nothing."""
+    """The largest relative error of all gradients whose norm is not negligible."""
     least = 1e-3 * max(float(g.norm()) for g in exact.values())
     return max(float((found[n] - g).norm() / g.norm()) for n, g in exact.items() if float(g.norm()) > least)
 
@@ -129,7 +129,7 @@ def test_many_devices_are_as_exact_as_fsdp2(judged: Any, mesh: tuple[int, ...], 
 
 
 class _Bytes(LocalWorld):
-    """Counts what collectives are given, by kind and dtype."""
+    """Counts the bytes that collectives are given, by kind and dtype."""
 
     def __init__(self, mesh: tuple[int, ...]) -> None:
         super().__init__(mesh)
@@ -145,7 +145,7 @@ class _Bytes(LocalWorld):
 
 
 class _Squared(nn.Module):
-    """Two layers and a loss: all that ZeRO-3 moves is parameters and their gradients, but for a number."""
+    """Two layers and a loss: except for one number, ZeRO-3 moves only parameters and their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_gathers_move_half_the_bytes_and_gradients_are_reduced_whole(chunks: dic
     gathered, scattered = (counted[0][kind, torch.float32] for kind in ("all_gather", "reduce_scatter"))
     assert counted[1] == {("all_gather", torch.bfloat16): gathered / 2, ("reduce_scatter", torch.float32): scattered}
     assert counted[2] == {("all_gather", torch.bfloat16): gathered / 2, ("reduce_scatter", torch.bfloat16): scattered / 2}
-    # The first weight is gathered once, as no gradient of the input is asked for, the second one twice; both are reduced.
+    # The first weight is gathered once, as the input needs no gradient, and the second twice; both gradients are reduced.
     assert moved[1] / moved[0] == pytest.approx((3 / 2 + 2) / 5, rel=0.01)
     assert moved[2] / moved[0] == pytest.approx(1 / 2, rel=0.01)
     assert seconds[1] / seconds[0] == pytest.approx((3 / 2 + 2) / 5, rel=0.01)

@@ -1,4 +1,4 @@
-"""True processes: torchrun and gloo."""
+"""Real processes: torchrun and gloo."""
 
 import time
 
@@ -71,7 +71,7 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
             (4, "staged special:collectives,resting"),
             (2, "programs observed"),
             (2, "pretrained:round_trip trainer:resume"),
-            (2, "special:destroyed"),  # looks at how the process ends
+            (2, "special:destroyed"),  # checks how the process ends
             (1, "as_eager own_gradients"),
             (2, "as_eager"),
             (2, "precision"),
@@ -86,13 +86,13 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
     ),
 )
 def test_a_distributed_module_does_what_the_model_does(torchrun, processes, cases):
-    """In scripts, with hooks and states, and inside loops of others: see the programs."""
+    """In scripts, with hooks and states, and in training loops of other libraries: see the programs."""
     passes(torchrun(processes, "together.py", *cases.split(), timeout=290))
 
 
 @pytest.mark.slow
 def test_compiled_regions_equal_one_device(torchrun):
-    passes(torchrun(2, "compiled.py", timeout=400))  # what is compiled is in torch's cache the next time
+    passes(torchrun(2, "compiled.py", timeout=400))  # compiled regions are in torch's cache the next time
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Unusual models: whatever torch.export takes is planned; what cannot be sharded is replicated, with the same numbers."""
+"""Unusual models: what torch.export accepts is planned; what cannot be sharded is replicated, with the same numbers."""
 
 import copy
 import math
@@ -97,7 +97,7 @@ class Statistics(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Nearly all of the model is one operator, whose only factor is the batch."""
+    """Nearly the whole model is one operator, whose only factor is the batch."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ class Recurrent(nn.Module):
 
 
 class Alone(nn.Module):
-    """No inputs: it makes something of what it has."""
+    """Has no inputs, and computes from its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class Alone(nn.Module):
 
 
 def remembering():
-    """Instance norm's running statistics, and a spectral norm's vectors, which are written into."""
+    """Running statistics of an instance norm, and vectors of a spectral norm, which are updated in place."""
     norm = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
     return nn.Sequential(nn.Conv2d(4, 8, 3), norm, nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 4, 1)))
 
@@ -129,7 +129,7 @@ def encoder():
 
 
 class Words(nn.Module):
-    """Gradients by how often a word is met, and gradients that torch keeps sparse."""
+    """Gradients scaled by the frequency of words, and gradients that torch keeps sparse."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ class Words(nn.Module):
 
 
 class Bags(nn.Module):
-    """Bags of embeddings of one size, weighted or not, and of sizes that are given."""
+    """Bags of embeddings of one size, weighted or not, and of given sizes."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class Bags(nn.Module):
 
 
 class Checked(nn.Module):
-    """Checks of values, a cache that begins with nothing, instance norms in training and in evaluation."""
+    """Checks of values, a cache that starts empty, instance norms in training and in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ class Checked(nn.Module):
 
 
 class Waves(nn.Module):
-    """Complex weights between a Fourier transform and its inverse, of some frequencies, which are written into others."""
+    """Between a Fourier transform and its inverse, some frequencies are multiplied by complex weights in a copy."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ class Waves(nn.Module):
 
 
 class Phases(nn.Module):
-    """Complex numbers in and out."""
+    """Complex inputs and outputs."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def test_conjugates_in_and_gradients_of_conjugates(strategy, schedule):
 
 
 class Turned(nn.Module):
-    """Complex constants, which the backward pass conjugates; one operand turned, and summed, by ``einsum``."""
+    """Complex constants, which the backward pass conjugates; an operand that ``einsum`` permutes, and one that it sums."""
 
     def __init__(self):
         super().__init__()
@@ -245,7 +245,7 @@ def test_complex_constants_and_sums_of_one_operand(strategy, schedule):
 
 
 class Scaled(nn.Module):
-    """A product over a sharded dim, times a number."""
+    """A product over a sharded dim, multiplied by a number."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +268,7 @@ def test_terms_of_a_sum_do_not_become_infinite(strategy, planned_for):
 
 
 class Mapped(nn.Module):
-    """What is said of one element, done to all."""
+    """Functions of one element or row, mapped over all by ``torch.vmap``."""
 
     def __init__(self):
         super().__init__()
@@ -286,12 +286,12 @@ class Mapped(nn.Module):
 
 
 class Potential(nn.Module):
-    """Forces of an energy, as molecular models have them, whose parameters they train."""
+    """Forces that are gradients of an energy, as in molecular models, and whose own gradients train the parameters."""
 
     def __init__(self):
         super().__init__()
         self.near, self.norm, self.far = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-        self.root = nn.RMSNorm(8)  # writes to what it has made, as the next line does
+        self.root = nn.RMSNorm(8)  # writes to its own intermediate results in place, as forward does
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, positions):
@@ -305,14 +305,14 @@ class Potential(nn.Module):
 
 
 class Learning(nn.Module):
-    """Steps of gradient descent in forward, on weights by ``torch.autograd.grad``, on an input by ``torch.func.grad``."""
+    """Steps of gradient descent in forward: of weights by ``torch.autograd.grad``, of an input by ``torch.func.grad``."""
 
     def __init__(self):
         super().__init__()
         self.net, self.norm = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.LayerNorm(6)
 
     def forward(self, x):
-        # Its operator returns nothing for x and the bias.
+        # Its operator returns no gradients of x and the bias.
         (step,) = torch.autograd.grad(self.norm(x).pow(3).sum(), [self.norm.weight], create_graph=True)
         x = F.layer_norm(x, (6,), self.norm.weight - step / 10, self.norm.bias)
         weights = dict(self.net.named_parameters())
@@ -325,7 +325,7 @@ class Learning(nn.Module):
 
 
 class Derived(nn.Module):
-    """Transforms of ``torch.func``, of what stops gradients too, and within each other."""
+    """Transforms of ``torch.func``, also nested, and of functions that stop gradients."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class Derived(nn.Module):
         along = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
         curved = torch.vmap(torch.func.hessian(lambda row: self.net(row).square().sum()))(x).sum(-1)
         stopped = torch.vmap(torch.func.grad(self.stopped), out_dims=1)(x).t()
-        # A kernel of torch's that takes operands for contiguous: autograd's rule copies them for it.
+        # A torch kernel that takes its operands to be contiguous: autograd's rule copies them for it.
         stopped = stopped + torch.vmap(torch.func.jacrev(lambda row: F.layer_norm(row, (4,))))(x)[:, 1]
         weights = {n: torch.stack([m.get_parameter(n) for m in self.members]) for n in ("weight", "bias")}
         both = torch.vmap(lambda w: torch.func.functional_call(self.members[0], w, (x,)))(weights).mean(0)
@@ -350,7 +350,7 @@ class Derived(nn.Module):
 
 
 class Empty(nn.Module):
-    """Parameters without elements, and a product over none."""
+    """Parameters without elements, and a product over a dim of size 0."""
 
     def __init__(self):
         super().__init__()
@@ -388,7 +388,7 @@ def tensors(output):
 
 
 def loss_of(outputs):
-    """Every element has its own weight, so that a permuted result has another loss."""
+    """Gives every element its own weight, so that a permuted result has another loss."""
     weigh = (t * torch.linspace(0.5, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in outputs if t.requires_grad)
     return sum(t.sum() for t in weigh)
 
@@ -420,7 +420,7 @@ def test_the_numbers_are_the_plain_models(name, strategy, mesh):
 
 
 def test_a_reshape_by_other_strides_than_kernels_have():
-    """Inside of `vmap`, torch.export made it a view, of the strides that it took the norm's result for."""
+    """Regression: inside `vmap`, torch.export made it a view, by the strides that it assumed for the norm's result."""
 
     class Normed(nn.Module):
         def __init__(self):
@@ -448,7 +448,7 @@ def test_what_has_no_rule_is_reported():
 
 
 class Vector(nn.Module):
-    """A linear operator whose weight is a vector: the rule is for matrices."""
+    """A linear operator whose weight is a vector, whereas the rule is for matrices."""
 
     def __init__(self):
         super().__init__()
@@ -468,7 +468,7 @@ def test_what_a_rule_does_not_fit_is_replicated_and_reported(caplog):
 
 
 class NoSamples(nn.Module):
-    """Of an empty batch: kernels that infer a size from the others cannot, and a fake one cannot be asked."""
+    """An empty batch: kernels that infer a size from the others cannot do so, and a fake kernel cannot tell."""
 
     def __init__(self):
         super().__init__()
@@ -502,7 +502,7 @@ def test_a_cell_of_a_batch_without_samples(cell):
 
 
 def test_a_recurrent_layer_of_onednn_trains_in_the_order_of_autograd():
-    """In bfloat16, whose kernel keeps a workspace for the backward pass that a scheduled graph would not have."""
+    """In bfloat16, its kernel keeps a workspace for the backward pass, which a scheduled graph would not have."""
     torch.manual_seed(0)
     model, x = nn.LSTM(8, 8, batch_first=True).bfloat16(), torch.randn(4, 3, 8, dtype=torch.bfloat16)
     plan = autotp.plan(model, autotp.Topology.flat(2), (x,), mesh=(2,), strategy="data")

@@ -1,7 +1,7 @@
 """Damaged files and command lines: ``python -m benchmarks.fuzz --parsers`` (see docs/fuzzing.md).
 
-`damage` draws the damage, `inputs` the valid inputs that are damaged, `judge` says what each parser makes of one, and
-`campaign` runs case after case in children with limits.
+`inputs` has valid inputs, `damage` damages them, `judge` runs the parser of an input and classifies its outcome, and
+`campaign` runs cases in child processes with limits.
 """
 
 from benchmarks.fuzz.parsers.campaign import fuzz_parsers

@@ -1,4 +1,4 @@
-"""Runs damaged inputs in children with limits of memory and time, counts what becomes of them, and shrinks defects."""
+"""Runs damaged inputs in child processes with limits on memory and time, counts outcomes, and shrinks defects."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from benchmarks.fuzz.parsers.judge import PATIENCE, judged
 
 __all__ = ["ParserTally", "fuzz_parsers"]
 
-_MEMORY = 2**30  # bytes beyond those of the parent
+_MEMORY = 2**30  # bytes in addition to the parent's
 _BATCH = 300
-_TRIES, _SLOW = 150, 5  # launches to shrink a case, and one that takes long
+_TRIES, _SLOW = 150, 5  # launches to shrink a case, and to shrink one that runs until its limit
 _SHOWN = 20
 
 
 @dataclass
 class ParserTally:
-    """Counts of one run: kind of outcome -> cases; (kind of outcome, kind of input: reason) -> cases."""
+    """Counts of one run: kind of outcome -> cases; (kind of outcome, "kind of input: reason") -> cases."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -39,7 +39,7 @@ class ParserTally:
         self.reasons[kind, reason] += 1
 
     def report(self) -> str:
-        """Cases by kind of input and outcome, and the reasons."""
+        """The counts by kind of input and outcome, all defects, and the most frequent refusals."""
         found = Counter[str]()
         for (kind, reason), count in self.reasons.items():
             found[f"{reason.partition(':')[0]}: {kind}"] += count
@@ -53,7 +53,7 @@ class ParserTally:
 def fuzz_parsers(
     seed: int, minutes: float, first: int = 0, last: int | None = None, *, folder: Path | None = None
 ) -> tuple[ParserTally, dict[str, str]]:
-    """Runs cases until the time is over or the last one has run; returns the tests of defects, by kind."""
+    """Runs cases until the deadline or the last case; returns the counts, and kind of defect -> source of a test."""
     tally, tests, number, end = ParserTally(), dict[str, str](), first, time.monotonic() + 60 * minutes
     _prepare()
     while time.monotonic() < end and (last is None or number <= last):
@@ -75,7 +75,7 @@ def fuzz_parsers(
 
 
 def _prepare() -> None:
-    """What children need and would otherwise make each anew."""
+    """Prepares what every child would otherwise have to import, capture or write itself."""
     import transformers
 
     _ = transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM
@@ -85,7 +85,7 @@ def _prepare() -> None:
 
 
 def _outcomes(cases: Sequence[Damaged], end: float) -> Iterator[tuple[str, str]]:
-    """The outcome of one case after the other, in as many children as it takes."""
+    """Yields the outcome of each case; after a case that ends its child process, a new child continues."""
     done = 0
     while done < len(cases) and time.monotonic() < end:
         reader, writer = os.pipe()
@@ -121,14 +121,14 @@ def _outcomes(cases: Sequence[Damaged], end: float) -> Iterator[tuple[str, str]]
 
 
 def _child(cases: Sequence[Damaged], writer: int) -> None:
-    """Judges cases, each within its limits, and writes a line for each."""
+    """Judges cases within their limits, and writes a line of JSON for each; the body of a child process."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)
     for case in cases:
-        # Of the processor's time, so that a busy machine does not matter; the signal ends the process.
+        # CPU time, so that the load of the machine does not matter; the signal ends the process.
         signal.setitimer(signal.ITIMER_PROF, PATIENCE)
         outcome = judged(case)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -137,7 +137,7 @@ def _child(cases: Sequence[Damaged], writer: int) -> None:
 
 
 def _shrunk(case: Damaged, kind: str, reason: str) -> Damaged:
-    """The shortest input that is found to show the same, by leaving out parts."""
+    """Removes parts of an input as long as its outcome remains the same."""
     content, part = case.content, max(1, len(case.content) // 2)
     tries = _TRIES - _SLOW if "takes more than" in reason or "for ever" in reason else 0
     while part and tries < _TRIES:
@@ -154,7 +154,7 @@ def _shrunk(case: Damaged, kind: str, reason: str) -> Damaged:
 
 
 def _as_test(case: Damaged, seed: int, number: int, reason: str) -> str:
-    """A test that fails as the case does."""
+    """The source of a test that fails as the case does."""
     return (
         "from benchmarks.fuzz.parsers.inputs import Damaged\nfrom benchmarks.fuzz.parsers.judge import judged\n\n\n"
         f"def test_seed_{seed}_parsers_{number}():\n"

@@ -1,4 +1,4 @@
-"""Damage: to the values of a file, to its text, and to the words of a command line."""
+"""Random damage to the values of a file, to its text, and to the words of a command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WORDS", "Raw", "as_json", "as_toml", "damaged_text", "damaged_tree",
 
 @dataclass(frozen=True)
 class Raw:
-    """A value that is written as it is."""
+    """A value that is written to files verbatim."""
 
     text: str
 
@@ -51,7 +51,7 @@ _TEXTS: Sequence[Any] = (
 )
 _OTHER: Sequence[Any] = (None, True, False, [], {}, [[]], {"": {}}, *map(Raw, _NESTED))
 
-#: Words of command lines.
+#: Words that replace words of command lines, or are added to them.
 WORDS = (
     *(text for text in _TEXTS if isinstance(text, str) and "\0" not in text),
     *(
@@ -142,7 +142,7 @@ WORDS = (
 
 
 def damaged_tree(rng: random.Random, tree: Any) -> Any:
-    """A tree of values with one to four of them changed, moved, added or left out."""
+    """A copy of a tree of values with one to four changes: values are replaced, scaled, copied, renamed or removed."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         places = list(_places(tree))
@@ -152,7 +152,7 @@ def damaged_tree(rng: random.Random, tree: Any) -> Any:
 
 
 def _places(tree: Any) -> Any:
-    """Every container with each of its keys."""
+    """Yields every container of a tree with each of its keys."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield tree, key
@@ -177,7 +177,7 @@ def _change(rng: random.Random, holder: Any, key: Any, places: Sequence[tuple[An
 
 
 def as_json(tree: Any) -> str:
-    """A tree as JSON, its raw values as they are."""
+    """A tree as JSON, with its `Raw` values verbatim."""
     raw: list[str] = []
 
     def plain(value: Raw) -> str:
@@ -191,7 +191,7 @@ def as_json(tree: Any) -> str:
 
 
 def as_toml(tree: Any) -> str:
-    """A tree as TOML: one line for each key, tables within."""
+    """A tree as TOML: one line per top-level key, nested tables inline."""
     return (
         "".join(f"{_key(key)} = {_value(value)}\n" for key, value in tree.items())
         if isinstance(tree, dict)
@@ -216,13 +216,13 @@ def _value(value: Any) -> str:
 
 
 def damaged_text(rng: random.Random, text: str) -> bytes:
-    """A text with bytes flipped, a part left out, repeated or replaced, or a long key or number in it."""
+    """A text, one to eight parts of which are removed, repeated, or replaced by random bytes, long keys or numbers."""
     data = bytearray(text.encode(errors="surrogatepass"))
     for _ in range(rng.choice([1, 1, 2, 8])):
         at = rng.randrange(len(data) + 1)
         part = slice(at, at + rng.choice([1, 3, 20, 200]))
         ways: Sequence[Callable[[], bytes]] = (
-            lambda: bytes(rng.randrange(256) for _ in data[part]),  # noqa: B023 - called before they change
+            lambda: bytes(rng.randrange(256) for _ in data[part]),  # noqa: B023 - called before `data` and `part` change
             lambda: b"",
             lambda: bytes(data[part]) * rng.choice([2, 50]),  # noqa: B023
             lambda: rng.choice(

@@ -1,4 +1,4 @@
-"""Valid inputs, and cases made of them: plans of a small model, topologies, configurations, tables, command lines."""
+"""Valid inputs and damaged cases of them: plans of a small model, topologies, model configs, tables, command lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from passes.capture import Captured, capture
 
 __all__ = ["KINDS", "Damaged", "captured", "case_of", "folder", "model"]
 
-#: Kind of input -> how often it is drawn.
+#: Kind of input -> the weight with which it is drawn.
 KINDS = {"plan": 24, "topology": 18, "config": 10, "runs": 8, "command line": 3}
 
 _MODEL = """
@@ -77,14 +77,14 @@ _HASH = re.compile(r"content ([0-9a-f]+)\)")
 
 @dataclass(frozen=True)
 class Damaged:
-    """An input of one kind: the bytes of a file, or the words of a command line."""
+    """A possibly damaged input of one kind: the bytes of a file, or the words of a command line."""
 
     kind: str
     content: bytes | tuple[str, ...]
 
 
 def model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The model of the plan, with inputs; in float64, the same every time."""
+    """The model of the plans and its inputs, in float64; deterministic."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
     return net, (torch.randn(8, 16, dtype=torch.float64),)
@@ -92,7 +92,7 @@ def model() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 @cache
 def captured() -> Captured:
-    """The model's graph."""
+    """The captured graph of the model."""
     return capture(*model())
 
 
@@ -117,7 +117,7 @@ def _trees() -> dict[str, list[Any]]:
 
 @cache
 def folder() -> Path:
-    """A folder with files for command lines, good ones and others."""
+    """Creates a folder with the files that command lines name, valid ones and others such as FIFOs."""
     place = Path(tempfile.mkdtemp(prefix="autotp-fuzz-"))
     (place / "net.py").write_text(_MODEL)
     (place / "machine.toml").write_text(as_toml(_trees()["topology"][0]))
@@ -140,7 +140,7 @@ def _csv(tree: Any) -> str:
 
 
 def case_of(seed: int, number: int) -> Damaged:
-    """A damaged input; every tenth is a valid one."""
+    """Case ``number`` of ``seed``: an input, about every tenth of which is valid."""
     rng = random.Random(f"{seed}/{number}/parsers")
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     if kind == "command line":
@@ -157,13 +157,13 @@ def case_of(seed: int, number: int) -> Damaged:
 
 
 def _rehashed(tree: Any, text: str) -> str:
-    """A plan's text with the hash of what it now says."""
+    """The text of a damaged plan with the hash of its new content, so that it is not refused for its hash alone."""
     try:
         autotp.Plan.from_json(text)
     except AutotpError as error:
         found = _HASH.search(str(error))
         if found is not None and isinstance(tree, dict):
             return as_json({**tree, "hash": found[1]})
-    except Exception:  # noqa: BLE001, S110 - the case itself will show it
+    except Exception:  # noqa: BLE001, S110 - it recurs, and is counted, when the case runs
         pass
     return text

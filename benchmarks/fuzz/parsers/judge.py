@@ -1,4 +1,4 @@
-"""What a parser makes of an input: it is taken and all that follows works, or refused with autotp's own error."""
+"""Checks that an input is either accepted, and then works in all later steps, or refused with an error of autotp."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from costmodel.toml_out import topology_toml
 
 __all__ = ["PATIENCE", "judged"]
 
-#: CPU seconds in which an input has to be refused, and in which a case has to end.
+#: Limits in CPU seconds: to refuse an input, and for a whole case.
 PROMPT, PATIENCE = 1.0, 10.0
 _SIMULATED = 8  # devices
 
 
 def judged(case: Damaged) -> tuple[str, str]:
-    """The kind of outcome (ok, refused, crash or wrong) and its reason."""
+    """Runs a case; returns the kind of outcome (ok, refused, crash or wrong) and its reason."""
     begin = time.process_time()
     try:
         if isinstance(case.content, tuple):
@@ -53,7 +53,7 @@ def judged(case: Damaged) -> tuple[str, str]:
         return "refused", f"{case.kind}: {_essence(str(error))}"
     except AssertionError as error:
         return "wrong", f"{case.kind}: {error}"
-    except BaseException as error:  # noqa: BLE001 - no other may reach a user
+    except BaseException as error:  # noqa: BLE001 - no other error may reach a user
         frames = [
             f for f in traceback.extract_tb(error.__traceback__) if "/autotp/" in f.filename or "/costmodel/" in f.filename
         ]
@@ -133,5 +133,5 @@ def _command(words: tuple[str, ...]) -> tuple[str, str]:
 
 
 def _planned(words: tuple[str, ...]) -> bool:
-    """Whether a command captures and plans a model before it can know that something does not fit."""
+    """Whether a command may have to capture and plan a model before it can refuse its arguments."""
     return words[0] in ("plan", "sweep", "validate", "verify", "trace", "explain", "inspect", "reprice")

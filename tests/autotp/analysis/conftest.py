@@ -24,6 +24,6 @@ def build():
 
 @pytest.fixture
 def perceptron(tmp_path):
-    """The ``--model`` of two linear layers, in the test's own folder."""
+    """Writes a model of two linear layers to the test's folder; returns its ``--model`` argument."""
     (tmp_path / "perceptron.py").write_text(PERCEPTRON)
     return f"{tmp_path}/perceptron.py:build"

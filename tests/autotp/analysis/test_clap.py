@@ -1,9 +1,9 @@
-"""CLAP of transformers: contrasted text and sound, whose batch norm takes a permuted input with a dim of size 1.
+"""CLAP of transformers: contrastive text and audio; its batch norm takes a permuted input with a dim of size 1.
 
-Models with batch norm that were tested before take images of several channels, laid out as they are computed. Here, the
-spectrogram comes in with one channel, and its permuted form is normalised: strides of a dim of size 1 say nothing, and a
-reshard chooses others than the plain model's. That gradients come out correct under every family is not enough if devices
-hand a kernel a layout that the plain model never does.
+The models with batch norm that earlier tests cover take images of several channels, laid out as convolutions return them.
+Here, a spectrogram of one channel is permuted and normalised: the strides of a dim of size 1 are arbitrary, and a reshard
+chooses others than the plain model has. Correct gradients under every family are not enough if devices pass a kernel a
+memory layout that the plain model never passes.
 """
 
 import pytest
@@ -65,7 +65,7 @@ def test_clap_is_exact(strategy, mesh, schedule, training):
         for got, want in zip(tensors(output), tensors(expected), strict=True):
             close(got, want, want.abs().max().item(), "an output")
         for result in (expected, output):
-            # All outputs, each element by its own weight: the loss alone hides what reaches one of them.
+            # Weights each element of all outputs differently: the loss alone does not show errors in all outputs.
             sum((t * torch.linspace(0.5, 1, t.numel()).view(t.shape)).sum() for t in tensors(result)).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
     largest = max(g.abs().max().item() for g in wanted.values() if g is not None)

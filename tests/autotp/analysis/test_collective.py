@@ -1,4 +1,4 @@
-"""What a collective costs, in symbols and numbers."""
+"""The cost of a collective, as a formula and as a number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What rounding alone moves is distinguished from what is wrong, and does not hide it.
+"""Departures that rounding alone explains are distinguished from errors, and do not hide them.
 
-The models that were verified before are small and well-conditioned: none has a value that its weights' last places move
-beyond the tolerance, so a departure was always a defect.
+The models that earlier tests verify are small and well-conditioned: moving their weights by one unit in the last place
+moves no value beyond the tolerance, so that every departure was a defect.
 """
 
 import json
@@ -69,7 +69,7 @@ def test_how_far_results_move():
 
 
 class Twins(nn.Module):
-    """The difference of two products whose weights are the same but for their last eight digits, or two other ones."""
+    """The difference of two products whose weights agree in all but their last eight digits, or are independent."""
 
     def __init__(self, identical=True):
         super().__init__()
@@ -115,7 +115,7 @@ def test_rounding_hides_no_defect(identical, defect):
         node.args = (*node.args[:3], ())
         operator = "head.weight"
     else:
-        # Behind the weight, so that its gradient alone is wrong; or behind the product.
+        # After the weight, so that only its gradient is wrong, or after the product.
         (weight,) = (n for n in graph.nodes if n.op == "placeholder" and n.target == "p_one_weight")
         product = next(n for n in graph.nodes if note_of(n).operator == "linear_1")
         node = weight if defect == "doubled" else product
@@ -148,7 +148,7 @@ def test_nothing_is_run_again_where_nothing_departs(monkeypatch):
 
 
 class Shared(nn.Module):
-    """A value that is read through a reshard, and is an output too, as CLAP's embeddings of text."""
+    """A value that is read through a reshard and is also an output, as CLAP's embeddings of text."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Shared(nn.Module):
 
 
 def test_the_outputs_share_of_a_gradient_is_not_missed():
-    """No plan that was verified before reads one value both as an output, as it is, and in another layout."""
+    """No plan that earlier tests verify reads a value both as an output in its own layout and in another layout."""
     torch.manual_seed(0)
     model, x = Shared().double(), torch.randn(8, 16, dtype=torch.float64)
     pins = ["first=Replicate", "tanh=Replicate", "second=k@x"]
@@ -192,7 +192,7 @@ def build():
 
 
 def test_the_command_reports_it(tmp_path, capsys):
-    """The second running mean is 0 but for rounding."""
+    """The second running mean is 0 up to rounding."""
     (tmp_path / "normed.py").write_text(SPEC)
     model, saved = f"{tmp_path}/normed.py:build", str(tmp_path / "plan.json")
     for words in (
@@ -226,7 +226,7 @@ def efficientnet():
 @pytest.mark.exact
 @pytest.mark.parametrize(("strategy", "mesh"), [("data", (2,)), ("auto", (2, 2))])
 def test_efficientnet_is_ill_conditioned_where_it_departs(strategy, mesh):
-    """Gradients agree; running means of normalised values, which are 0 but for rounding, agree with nothing."""
+    """Gradients agree; the running means of normalised values, which are 0 up to rounding, do not."""
     topology = autotp.Topology.flat(torch.Size(mesh).numel(), bandwidth=1e12, latency=0.0)
     with float64_mode():
         model, args, kwargs = double(efficientnet)

@@ -94,7 +94,7 @@ def test_the_expression_gives_the_seconds(explained):
 @pytest.mark.parametrize("most", [4, pytest.param(None, marks=[pytest.mark.exact, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize("schedule", thinned(["none", "overlap"], whole=True))
 def test_forcing_the_next_best_gives_the_cost_that_is_claimed(explained, schedule, most):
-    """For the dearest operators, and in `make exact` for every one."""
+    """Checks the most expensive operators, and with `make exact` every one."""
     captured, plans = explained
     plan = plans[schedule]
     dearest = sorted({op.fold: op for op in plan.operators}.values(), key=lambda op: -op.seconds)[:most]

@@ -1,4 +1,4 @@
-"""What a device holds along a step, and what recomputing saves and costs, against plans that keep more or less."""
+"""A device's memory during a step, and what recomputation saves and costs, compared with plans that keep more or less."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_the_curve_reaches_the_predicted_memory_and_kinds_add_up(recompute):
 
 
 def test_recomputations_are_compared_with_the_plan_that_keeps_them():
-    """The results of the wide layer and of its activation, on a quarter of the rows each, in three layers."""
+    """The results of the wide layer and of its activation, each for a quarter of the rows, in three layers."""
     captured, plan = planned("full")
     found = {one.target: one for one in explain_memory(captured, plan).recomputed}
     assert set(found) == {"aten.linear.default", "aten.gelu.default"}
@@ -74,14 +74,14 @@ def test_recomputations_are_compared_with_the_plan_that_keeps_them():
         assert one.copies == LAYERS
         assert one.saved_bytes == pytest.approx(wide)
         assert one.seconds == one.step_seconds > 0
-    # With both kept, nothing is left: what the two cost alone is what ``full`` costs more than ``none``.
+    # If both are kept, nothing is recomputed: their costs add up to the difference of ``full`` and ``none``.
     _, kept = planned("none")
     more = plan.predicted.step_seconds - kept.predicted.step_seconds
     assert sum(one.seconds for one in found.values()) == pytest.approx(more)
 
 
 def test_it_agrees_with_plans_of_fewer_modules():
-    """To keep what one block makes again is to name the others."""
+    """To keep the tensors of one block is to plan recomputation of the other blocks only."""
     captured, plan = planned([f"blocks.{i}" for i in range(LAYERS)])
     whole = explain_memory(captured, plan)
     _, fewer = planned(["blocks.0", "blocks.1"])
@@ -95,7 +95,7 @@ def test_without_recomputation_there_is_nothing_to_compare():
 
 
 def test_empty_tensors_and_no_operators():
-    """Ended in a KeyError of a moment at which nothing is held, and in an IndexError."""
+    """Regression: ended in a KeyError for a moment at which nothing is held, and in an IndexError."""
     args = (torch.randn(4, 4),)
 
     def explained(model):

@@ -115,7 +115,7 @@ def browser():
 
 @pytest.fixture
 def opened(browser, contents, tmp_path):
-    """The report of a small model, and of one with ten thousand operators, each in a page that fails on any error."""
+    """Returns a function that opens a report in a new page; fails at the end after any error or network request."""
     errors = []
 
     def open_(given):
@@ -133,7 +133,7 @@ def opened(browser, contents, tmp_path):
 
 
 def shown(tab):
-    """The text of the rows in sight of the view that is open."""
+    """The text of the visible rows of the open view."""
     return tab.eval_on_selector_all("section:not([hidden]) .list .row", "rows => rows.map(row => row.textContent)")
 
 
@@ -196,7 +196,7 @@ def test_in_a_browser(opened, planned, contents):
 
 
 def test_ten_thousand_operators_in_a_browser(opened, contents):
-    """Copies of the model beside each other, none folded: only what is in sight is in the document."""
+    """Copies of the model side by side, none folded: the document contains only the visible rows."""
     copies = -(-10_000 // len(contents["operators"]))
     size, modules = len(contents["operators"]), len(contents["modules"])
     operators = [

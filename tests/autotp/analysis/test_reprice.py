@@ -1,4 +1,4 @@
-"""A plan on a machine that it was not made for."""
+"""Plans repriced on a machine for which they were not made."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Sweeps over device counts and topologies: the points, what is written, and the command."""
+"""Sweeps over device counts and topologies: the points, the written files, and the command."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_points(points):
 
 
 def test_mfu_counts_products(points):
-    # Per token and layer 24 hidden² for the weights and 4 sequence x hidden for attention, and the vocabulary's product.
+    # FLOP per token and layer: 24 hidden² for the weights, 4 sequence x hidden for attention; and the vocabulary's product.
     flop = 3 * 2048 * (24 * 256**2 + 4 * 64 * 256 + 2 * 256 * 512)
     for point, peak in ((points[0], 312e12), (points[2], 989e12)):
         assert point.mfu == pytest.approx(flop / (point.step_seconds * 8 * peak), rel=0.02)

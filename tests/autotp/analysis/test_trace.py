@@ -57,7 +57,7 @@ def test_predicted_lanes_do_one_thing_at_a_time(planned):
 
 
 def test_a_track_does_one_thing_at_a_time():
-    """What is launched while its group is busy waits, also where it is done before what was launched earlier."""
+    """What is launched while its group is busy waits, even if it ends before what was launched earlier."""
     spans = [("compute", 0.0, 1.0), ("axes 0", 1.0, 3.0), ("axes 0", 1.5, 3.5), ("axes 1", 2.0, 2.5), ("axes 0", 1.2, 4.0)]
     spans += [("axes 0", 5.0, 9.0), ("axes 0", 6.0, 7.0), ("compute", 1.0, 10.0)]
     events = [
@@ -73,7 +73,7 @@ def test_a_track_does_one_thing_at_a_time():
 
 
 def one_at_a_time(shown):
-    """Events of one process, in whole nanoseconds as Perfetto counts them."""
+    """Checks that the events of each track do not overlap, in whole nanoseconds as Perfetto counts."""
     for track in {e["tid"] for e in shown}:
         spans = sorted((round(1e3 * e["ts"]), round(1e3 * (e["ts"] + e["dur"]))) for e in shown if e["tid"] == track)
         assert all(begin <= end for begin, end in spans)

@@ -1,4 +1,4 @@
-"""``autotp verify``: a correct graph passes, and a planted defect is found where it is."""
+"""``autotp verify``: a correct graph passes, and a planted defect is located."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ class Keyed(nn.Module):
 
 
 def test_a_gradient_that_cancels_out_is_rounding():
-    """Softmax does not see the bias of keys: its gradient is nought, but for rounding, which differs with the devices."""
+    """Softmax does not depend on the bias of keys: its gradient is 0 up to rounding, which differs between devices."""
     torch.manual_seed(0)
     model, x = Keyed(), torch.randn(8, 12, 16)
     plan = autotp.plan(model, SLOW, (x,), strategy="data", mesh=(4,), chunks={})
@@ -138,7 +138,7 @@ def test_wrong_axis():
 
 def test_wrong_gradient_mirror():
     model, x, made = rewritten("tensor3d", (2, 2))
-    # What tanh gives is read by a product whose columns are sharded: its gradient has to be summed up.
+    # The result of tanh is read by a product with sharded columns, so its gradient has to be reduced.
     (node,) = reshards(made, "tanh")
     assert not node.args[2] and node.args[3]
     node.args = (*node.args[:3], ())
@@ -149,7 +149,7 @@ def test_wrong_gradient_mirror():
 
 
 def test_stale_pad():
-    """A shape that was written for the whole tensor, or for other parts than devices have."""
+    """A shape written for the whole tensor, or for parts of another size than a device's."""
     model, x, made = rewritten("data", (4,))
     add = next(n for n in made.graph_module.graph.nodes if "add" in str(n.target))
     with made.graph_module.graph.inserting_after(add):
@@ -173,7 +173,7 @@ def test_swapped_shard():
 
 
 class Remembers(nn.Module):
-    """Keeps a mean of what it saw, which it uses, and some rows."""
+    """Keeps a running mean in one row of a buffer, and reads the buffer."""
 
     def __init__(self):
         super().__init__()

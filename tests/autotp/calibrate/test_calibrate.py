@@ -1,4 +1,4 @@
-"""``autotp calibrate`` on true processes."""
+"""``autotp calibrate`` with real processes."""
 
 import os
 import subprocess

@@ -383,7 +383,7 @@ CHANGE = Change("4 devices", True, 0.5)
     ids=str,
 )
 def test_an_error_is_the_same_on_other_ranks(error):
-    """Rank 0 plans and sends its error to the others, which could not unpickle those with attributes."""
+    """Rank 0 plans and sends its error to the other ranks, which could not unpickle errors with attributes."""
     sent = pickle.loads(pickle.dumps(error))
     assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
 

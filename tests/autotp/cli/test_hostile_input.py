@@ -1,4 +1,4 @@
-"""Input that is made to break parsers: refused at once with autotp's own error, and names are never markup."""
+"""Input made to break parsers: it is refused at once with autotp's own error, and names are never taken for markup."""
 
 import dataclasses
 import io
@@ -406,7 +406,7 @@ def captured():
 
 
 def altered(plan, path, value):
-    """A plan's text with one value changed, and the hash that belongs to it."""
+    """A plan's JSON with one value changed, and the hash that matches it."""
     data = json.loads(plan.to_json())
     place = data
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Models by their config file, and what a shell completes."""
+"""Models given by their config file, and shell completion."""
 
 import json
 

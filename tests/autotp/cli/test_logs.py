@@ -1,4 +1,4 @@
-"""``AUTOTP_LOGS``: what it switches on, and that nothing is said without it."""
+"""``AUTOTP_LOGS``: which logs it enables, and that nothing is logged without it."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Models that contain ``torch.utils.checkpoint``: what it says is recomputed, unless something else is asked for."""
+"""Models with ``torch.utils.checkpoint``: what it marks is recomputed, unless other options are given."""
 
 import functools
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks in lists that ``run`` calls; a linear layer before, so that reentrant checkpoints have gradients."""
+    """Two blocks in a list, called by ``run``, after a linear layer, so that reentrant checkpoints have gradients."""
 
     def __init__(self, run, drop=0.0, wrap=lambda block: block):
         super().__init__()
@@ -75,7 +75,7 @@ FORMS = {
     },
     "composable": {"run": _as_they_are, "wrap": _in_place},
 }
-#: What a block's gradients read that is made in it, by operator.
+#: Operators inside a block whose results its gradients read.
 INSIDE = {"aten.linear.default", "aten.gelu.default", "aten.sin.default"}
 
 
@@ -183,7 +183,7 @@ def test_what_the_policy_of_a_selective_checkpoint_saves_is_kept():
 
 def test_a_model_that_was_exported_keeps_its_checkpoints():
     model, args = _selective()
-    exported = torch.export.export(model, args, strict=True)  # torch 2.13 exports checkpoints with a policy alone
+    exported = torch.export.export(model, args, strict=True)  # torch 2.13 exports only checkpoints that have a policy
     unlifted = exported.module()
     assert planned(unlifted, args).recomputed == planned(model, args).recomputed != []
 
@@ -225,7 +225,7 @@ def test_transformers_checkpoints_its_layers(reentrant):
         inside = {op.module for op in plan.operators if op.recomputed}
         assert inside and all(module.startswith("model.layers.") for module in inside)
         got = gradients(model, lambda: autotp.simulate(model, plan, args, kwargs)(**kwargs).loss)
-        model.activation_checkpointing_disable()  # autograd would run it outside of the mode, in single precision
+        model.activation_checkpointing_disable()  # autograd would rerun it outside of the mode, in single precision
         wanted = gradients(model, lambda: model(**kwargs).loss)
         for name, gradient in wanted.items():
             close(got[name], gradient, gradient.abs().max().item(), name)

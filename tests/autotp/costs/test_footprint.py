@@ -1,4 +1,4 @@
-"""Predicted memory against what a step allocates, watched operator by operator."""
+"""Predicted memory compared with the memory that a step allocates, measured operator by operator."""
 
 from __future__ import annotations
 

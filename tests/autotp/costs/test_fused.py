@@ -1,4 +1,4 @@
-"""What compiled operators need not read and write, and what a plan that runs compiled is predicted to take."""
+"""Bytes that compiled operators need not read and write, and the predicted step of a compiled plan."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from autotp.planner.search import prepare
 from costmodel import Device
 from passes.capture import capture
 
-#: Bytes count for all, FLOP and launches for nothing.
+#: Only bytes count: FLOP and launches take no time.
 DEVICE = Device("bytes", {"float32": 1e18}, memory=1e9, memory_bandwidth=1e12, launch=0.0)
 MACHINE = autotp.Topology.flat(1, bandwidth=1e9, latency=0.0, device=DEVICE)
 
@@ -51,7 +51,7 @@ def test_what_the_backward_pass_reads_is_written_and_read_once():
             self.linear = nn.Linear(4, 4, bias=False)
 
         def forward(self, x):
-            return self.linear(x).neg().exp().sin().neg()  # exp keeps its result, sin its operand: the same; neg nothing
+            return self.linear(x).neg().exp().sin().neg()  # exp saves its result, sin its operand: the same; neg saves none
 
     for train in (True, False):
         fused = found(Kept(), torch.randn(4, 4), train=train)
@@ -74,7 +74,7 @@ def test_what_is_recomputed_is_written_only_for_other_kernels_and_read_in_none_o
             self.linear = nn.Linear(4, 4, bias=False)
 
         def forward(self, x):
-            return self.linear(self.linear(x).exp().sin())  # exp keeps its result, and sin its operand; the product sin's
+            return self.linear(self.linear(x).exp().sin())  # exp saves its result, sin its operand, the product sin's
 
     captured = capture(Kept(), (torch.randn(4, 4),))
     exp = Fused(((1, 2),), (0, 0), ends=False)
@@ -110,7 +110,7 @@ def test_a_step_takes_as_long_as_the_bytes_that_remain(mode):
     for plan in plans.values():
         priced = priced_plan(capture(model, (x,)), plan)
         assert priced.sums.predicted(True, 0.0).step_seconds == pytest.approx(plan.predicted.step_seconds)
-    if mode == "inference":  # softsign: x.abs() + 1, x / that; compiled, it reads x once and writes once
+    if mode == "inference":  # softsign is x / (x.abs() + 1); compiled, it reads x once and writes once
         tensor, weight = 16 * 8 * 4, 8 * 8 * 4
         eager = (2 * tensor + weight) + 2 * tensor + 2 * tensor + 3 * tensor
         compiled = (2 * tensor + weight) + tensor + 0 + tensor

@@ -1,4 +1,4 @@
-"""What is kept and what is in transit, by hand and against traced graphs."""
+"""Saved tensors and temporary memory of collectives, by hand and compared with traced graphs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SHAPE, MESH, ALL = (8, 12), (4,), 96
     ("source", "target", "stays", "scheduled", "most"),
     [
         (ROWS, WHOLE, True, True, 0),
-        (COLUMNS, WHOLE, True, True, ALL),  # the buffer whose blocks are joined
-        (COLUMNS, WHOLE, False, True, ALL - ALL // 4),  # the part has gone by then
-        (SUMS, COLUMNS, False, True, ALL - ALL // 4),  # blocks are copied, and the sum is not there yet
-        (SUMS, COLUMNS, True, False, ALL),  # both are there with it
+        (COLUMNS, WHOLE, True, True, ALL),  # the buffer in which the blocks are joined
+        (COLUMNS, WHOLE, False, True, ALL - ALL // 4),  # the part has been freed by then
+        (SUMS, COLUMNS, False, True, ALL - ALL // 4),  # the copied blocks, before the sum exists
+        (SUMS, COLUMNS, True, False, ALL),  # the operand and its copied blocks exist with the sum
         (SUMS, ROWS, False, True, 0),
         (WHOLE, ROWS, True, True, 0),
         (ROWS, ROWS, True, True, 0),
@@ -59,7 +59,7 @@ def test_gradients_share_memory_until_one_is_added_to():
     found.arrive("b", 10.0, "sum")
     found.fall("sum")
     assert found.total == 10
-    found.arrive("a", 10.0)  # b is still in that memory
+    found.arrive("a", 10.0)  # b still uses that memory
     assert found.total == 20
     assert max(peaks) == 30
     found.arrive("a", 10.0)
@@ -94,13 +94,13 @@ def test_what_is_kept_is_what_the_traced_graphs_hand_over(name, family, mesh, re
     for (node, number), layout in needs.kept:
         if number == BESIDES:
             found += walked.parts(node, needs.besides[node])
-        elif node.op != "placeholder" or layout != walked.layouts[node, number]:  # that rests anyway
+        elif node.op != "placeholder" or layout != walked.layouts[node, number]:  # placeholders at rest are not counted
             found += walked.bytes(walked.model.named[node, number].meta["val"], layout)
     assert found == pytest.approx(handed, rel=0.01)
 
 
 def test_what_is_not_needed_to_compute_again_is_not_kept():
-    """Of summands that are added up by all devices, the sum."""
+    """Of partial summands that are added up by a collective, only the sum is saved."""
     model, args = trained("unet")
     topology = autotp.Topology.load("dgx-h100").resized(4)
     plan = autotp.plan(model, topology, args, strategy="tensor3d", mesh=(2, 2), recompute="selective")
@@ -111,7 +111,7 @@ def test_what_is_not_needed_to_compute_again_is_not_kept():
 
 
 class _Reads(TorchDispatchMode):
-    """The memory of each operand that products read, in order."""
+    """Records the address of each operand that products read, in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the backward pass keeps, against the figures that arXiv 2205.05198 gives for its largest single-node model (22B)."""
+"""Memory saved for the backward pass, compared with arXiv 2205.05198's figures for its largest single-node model (22B)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotp.costs.needs import BESIDES, Needs
 from autotp.costs.storages import Storages
 from passes.capture import capture
 
-#: Tensor parallelism as in the paper: norms, dropouts and sums of the residual stream on every device.
+#: Tensor parallelism as in the paper: norms, dropouts and sums of the residual stream are replicated.
 TENSOR = {
     "strategy": "megatron-1d",
     "constraints": [
@@ -31,7 +31,7 @@ HIDDEN, HEADS, SEQUENCE, BATCH, WAYS, DROP = 6144, 64, 2048, 4, 8, 0.1
 
 
 class Core(nn.Module):
-    """Attention, written out."""
+    """Attention as separate operators."""
 
     def forward(self, q, k, v):
         weights = F.softmax(q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1])), -1)
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def kept(layers, **options):
-    """Bytes that a device keeps for the backward pass."""
+    """Bytes of tensors, without parameters and inputs, that a device keeps for the backward pass."""
     with torch.device("meta"):
         model, args = Model(layers).half(), (torch.zeros(BATCH, SEQUENCE, HIDDEN, dtype=torch.float16),)
     topology = autotp.Topology.load("dgx-a100").resized(WAYS)
@@ -87,7 +87,7 @@ def kept(layers, **options):
 
 
 def of_a_layer(**options):
-    """Without what is there once: the difference that another layer makes."""
+    """Bytes that one more layer adds, which leaves out what is there once."""
     cores, found = options.pop("cores", False), []
     for layers in (2, 3):
         recompute = [f"layers.{i}.core" for i in range(layers)] if cores else "none"

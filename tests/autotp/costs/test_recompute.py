@@ -1,4 +1,4 @@
-"""Which operators a way to recompute names, what it is predicted to hold, and when the planner asks for it."""
+"""Which operators a recomputation mode selects, its predicted memory, and when the planner recomputes."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return self.head(x).logsumexp(-1).mean()
 
 
-#: What is recomputed in the blocks.
+#: The operators that are recomputed in the two blocks.
 FIRST = ("layer_norm", "linear", "gelu", "permute")
 SECOND = ("layer_norm_1", "linear_2", "gelu_1", "permute_2")
 
@@ -112,7 +112,7 @@ def test_a_plan_remembers_what_it_recomputes(tmp_path):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_masks_are_repeated(schedule):
-    """Another mask in the backward pass would give a gradient that differences of the loss contradict."""
+    """Other masks in the recomputation would give a gradient that contradicts finite differences of the loss."""
     torch.manual_seed(0)
     model, args = Model(drop=0.5).double(), (torch.randint(0, 32, (4, 8)),)
     gradients = []

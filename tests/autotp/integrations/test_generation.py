@@ -1,4 +1,4 @@
-"""Generation with a cache: tokens are transformers' own."""
+"""Generation with a cache gives the tokens that transformers gives."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""What the strategy of Lightning refuses; that it trains as one process does is in ``tests/whole/test_torchrun.py``."""
+"""What the Lightning strategy refuses; ``tests/whole/test_torchrun.py`` tests that it trains as one process does."""
 
 import os
 from unittest import mock
@@ -93,7 +93,7 @@ def test_a_module_is_distributed_once(one_rank):
 
 
 def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(one_rank, tmp_path):
-    """Of an optimizer without state, too."""
+    """Also for an optimizer without state."""
     path, wanted = tmp_path / "last.ckpt", Plain()
     start = {name: value.clone() for name, value in wanted.state_dict().items()}
     lightning.Trainer(**quiet(max_epochs=2)).fit(wanted)
@@ -121,7 +121,7 @@ def test_a_checkpoint_stays_until_the_next_is_written(one_rank, tmp_path):
     first.fit(Distributed())
     first.save_checkpoint(path)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    (path / "__7_0.distcp").touch()  # of a job of more ranks
+    (path / "__7_0.distcp").touch()  # of a job with more ranks
     with torch.no_grad():
         first.model.model.weight.add_(1)
     with mock.patch.object(_lightning.torch, "save", interrupted), pytest.raises(KeyboardInterrupt):
@@ -162,7 +162,7 @@ def test_a_file_without_some_parameters_is_loaded_where_it_may_be(one_rank, tmp_
     plain.save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["state_dict"]["model.bias"]
-    checkpoint["optimizer_states"] = []  # which Lightning takes, too
+    checkpoint["optimizer_states"] = []  # which Lightning accepts, too
     torch.save(checkpoint, path)
     with pytest.raises(autotp.AutotpError, match=r"the checkpoint has no model\.bias: .* strict_loading = False"):
         trainer(max_epochs=2).fit(Distributed(), ckpt_path=path)
@@ -173,7 +173,7 @@ def test_a_file_without_some_parameters_is_loaded_where_it_may_be(one_rank, tmp_
 
 
 class Unreached(Plain):
-    """Some of its parameters have no gradient, so the optimizer has no state for them."""
+    """Some of its parameters have no gradient, so that the optimizer has no state for them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What Trainer and Accelerator refuse; that they train as one process does is in ``tests/whole/test_torchrun.py``."""
+"""What Trainer and Accelerator refuse; ``tests/whole/test_torchrun.py`` tests that they train as one process does."""
 
 import subprocess
 import sys
@@ -187,7 +187,7 @@ except ImportError as error:
 
 @pytest.mark.parametrize("damaged", [b"", b"q", b"M", b"r", b"]q\x00h\x05.", b"\x80\x02t.", b"cos\nsystem\n"])
 def test_damaged_states_of_generators_are_named(tmp_path, damaged):
-    """Torch's reader of pickles raises errors of many classes."""
+    """torch's unpickler raises errors of many classes."""
     (tmp_path / "state.pt").write_bytes(damaged)
     with pytest.raises(autotp.AutotpError, match=r"state.pt has no whole states of torch's generators \("):
         load_random(tmp_path / "state.pt")

@@ -1,4 +1,4 @@
-"""Graphs so small that every assignment of strategies can be tried."""
+"""Random graphs that are small enough to try every assignment of strategies."""
 
 import math
 import random
@@ -20,7 +20,7 @@ from autotp.planner.structure import structure
 from autotp.plans.families import family
 from passes.capture import capture
 
-#: Assignments that exhaustive search may try.
+#: Maximum number of assignments for exhaustive search.
 MOST = 20_000
 
 
@@ -72,7 +72,7 @@ def problem_of():
 
 @pytest.fixture(scope="session")
 def small_problems(problem_of):
-    """The first 24 random graphs that are small enough."""
+    """The first 24 random graphs with at most `MOST` assignments."""
     problems = []
     for seed in range(600):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Plans for accumulated steps: gradients of parameters are reduced once in the price, in the bound and in the bytes."""
+"""Plans for gradient accumulation: price, bound and moved bytes count one reduction of parameters' gradients per step."""
 
 import contextlib
 import dataclasses
@@ -75,7 +75,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
     ("strategy", "mesh"), thinned([("zero3", (4,)), ("data", (4,)), ("tesseract-2.5d", (2, 2, 2))], first=1)
 )
 def test_bytes_of_an_accumulated_step_are_those_that_move(strategy, mesh):
-    """Counted while three micro-batches run; all that repeats moves three times, and gradients of parameters once."""
+    """Predicted bytes equal those counted; only reductions of parameters' gradients are not repeated per micro-batch."""
     model, x = Transformer(2, 32, 4), torch.randn(8, 4, 32)
     topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e6, latency=1e-9, device=SMALL)
     moved = {}
@@ -118,7 +118,7 @@ def test_a_step_is_so_often_a_micro_batch_and_once_its_reductions():
 
 
 def test_accumulation_changes_the_choice():
-    """Where gradients are dear to reduce, one micro-batch divides weights; many may divide the batch."""
+    """If gradients are expensive to reduce, one micro-batch favours sharded weights, and many favour data parallelism."""
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.randn(64, 256)
     topology = autotp.Topology.flat(4, bandwidth=1e6, latency=1e-9, device=SMALL)
     data, split = (
@@ -137,7 +137,7 @@ def test_accumulation_changes_the_choice():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", thinned(["zero3", "data", "megatron-1d"], first=1, whole=True))
 def test_memory_counts_what_waits(strategy):
-    """Most bytes alive while three micro-batches run on one device of four, with the optimizer's state."""
+    """Predicted memory equals the measured peak of one device of four, with unreduced gradients and optimizer state."""
     model, args = trained("gpt")
     topology = autotp.Topology.load("dgx-h100").resized(4)
     plan, alone = (
@@ -165,7 +165,7 @@ def test_memory_counts_what_waits(strategy):
 
 
 def test_products_in_panels_reduce_in_every_micro_batch():
-    """The runtime's loop reduces each panel of a gradient as it comes, so the price may not count that once."""
+    """The runtime's loop reduces each panel of a gradient in every micro-batch, and the price must count all of them."""
     model, x = Transformer(2, 64, 4), torch.randn(8, 16, 64)
     topology = autotp.Topology.flat(4, bandwidth=1e7, latency=1e-6, device=SMALL)
     whole, panelled = (

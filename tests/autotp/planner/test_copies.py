@@ -1,4 +1,4 @@
-"""Tasks that copies of the process share."""
+"""Tasks shared by forked copies of the process."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from autotp.planner.ilp import NEVER, Deadline, copies, side_by_side
 
 @pytest.fixture
 def many(monkeypatch):
-    """Copies are made at once."""
+    """Lets tasks be shared at once: copies are forked however short the tasks are, on three cores."""
     monkeypatch.setattr(copies, "_WORTH", 0.0)
     monkeypatch.setattr(copies, "_cores", lambda: 3)
 
@@ -23,7 +23,7 @@ def place(tmp_path):
 
 
 def task(place, number, wrong=None):
-    """Returns a number's square, and writes down who did it; what is wrong is so in copies only."""
+    """Returns the square of a number and logs the computing process; in copies, calls ``wrong[1]``, if given."""
     with place.open("a") as file:
         file.write(f"{number} {os.getpid()}\n")
     time.sleep(0.01)
@@ -37,7 +37,7 @@ def who(place):
 
 
 def all_gone(place):
-    """Of the copies, none is left, not even for its parent to ask for."""
+    """Checks that all copies have ended and were reaped; returns True."""
     for pid in {pid for _, pid in who(place)} - {os.getpid()}:
         with pytest.raises(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

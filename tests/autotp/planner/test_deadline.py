@@ -1,7 +1,7 @@
-"""Time limits hold, whatever the graph, and what is returned then is a plan with a true gap.
+"""Time limits hold for every graph, and the plan that is returned at the limit has a valid gap.
 
-Time is what the interpreter does, so that the same happens on every machine: a second is two million calls and returns,
-about what a quiet machine does in one.
+Time is counted in calls and returns of the interpreter, so that results do not depend on the machine: a second is two
+million of them, about what an idle machine executes in one.
 """
 
 import math
@@ -22,12 +22,12 @@ from autotp.planner.ilp import NEVER, Deadline, Expired
 from autotp.plans.options import Options
 from passes.capture import capture
 
-#: Calls and returns.
+#: Calls and returns of the interpreter.
 SECOND = 2_000_000
 
 
 class Work:
-    """A clock that counts calls and returns while it is entered."""
+    """A clock that counts the interpreter's calls and returns inside its context."""
 
     def __init__(self):
         self.count = 0
@@ -47,7 +47,7 @@ class Work:
 
 
 class Tangle(nn.Module):
-    """A random graph without repetition: layers of random widths, which read any of the last results."""
+    """A random graph without repeated blocks: layers of random widths that read earlier values."""
 
     def __init__(self, steps, seed):
         super().__init__()
@@ -119,7 +119,7 @@ def test_a_limit_is_kept_to_within_a_second(large, limit, short):
             captured, TOPOLOGY, Options(time_limit=limit, memory=0.75 * memory if short else None), clock=work
         )
     assert plan.predicted.memory_bytes <= (0.75 * memory if short else math.inf)
-    # The first answer takes as long as it takes: analysis, and a glance at the mesh with the fewest axes.
+    # The first plan may exceed the limit: it takes the analysis, and a short search of the mesh with the fewest axes.
     assert work() <= max(limit + 1, 3 if short else 2)
     assert plan.planning["seconds"] <= work()
 
@@ -147,7 +147,7 @@ def test_no_plan_takes_less_than_its_share_of_the_computing():
 
 def test_a_deadline_is_a_time_on_its_clock():
     now = iter(range(100))
-    deadline = Deadline.after(3.0, lambda: float(next(now)))  # until 3
+    deadline = Deadline.after(3.0, lambda: float(next(now)))  # expires at 3
     assert deadline.left == 2.0  # at 1
     assert not deadline.over  # at 2
     with pytest.raises(Expired) as late:

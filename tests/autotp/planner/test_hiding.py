@@ -1,4 +1,4 @@
-"""Plans for overlap: the step's formula, the proof, and chunks priced as a virtual axis."""
+"""Plans for overlap: the formula of the step time, the proof of optimality, and chunks priced as a virtual axis."""
 
 import itertools
 import math
@@ -130,7 +130,7 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
 
 
 def test_overlap_changes_the_choice():
-    """Where parameters' gradients hide under the backward pass, data parallelism wins; where nothing hides, it does not."""
+    """Data parallelism wins if reductions of gradients hide behind the backward pass, and loses if nothing hides."""
     model, x = Transformer(4, 128, 4), torch.randn(8, 64, 128)
     topology = autotp.Topology.flat(4, bandwidth=2e8, latency=1e-6, device=SMALL)
     hidden = autotp.plan(model, topology, (x,), mesh=(4,))
@@ -169,7 +169,7 @@ def test_more_chunks_cost_more_and_hide_more():
 
 @pytest.mark.parametrize("way", ["batch", "rows"])
 def test_what_cannot_be_cut_hides_nothing(way):
-    """One sequence is no batch to cut, and seven rows do not halve."""
+    """A batch of one sequence cannot be cut into chunks, and seven rows cannot be halved."""
     model, x = Transformer(2, 64, 4), torch.randn(1, 7, 64)
     analysed = prepare(capture(model, (x,)))
     prices = Prices(autotp.Topology.flat(2, bandwidth=1e5, latency=1e-5, device=SMALL), (2,))
@@ -202,7 +202,7 @@ def test_chunks_are_chosen_where_activations_are_waited_for():
 
 
 def test_plans_in_chunks_are_searched_for_by_themselves(monkeypatch):
-    """After those without chunks, whatever the time limit: what is shared out of it must not keep them from being tried."""
+    """Chunked plans are searched after those without chunks under any limit: shares of the time must not prevent it."""
     searches = []
 
     def least_step(*args):

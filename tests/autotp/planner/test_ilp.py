@@ -39,7 +39,7 @@ def close(found: float, expected: float) -> bool:
 
 
 def chain() -> Problem:
-    """a -> b, c: two layouts; b and c share the reshard when they want the same one."""
+    """a -> b, c, with two layouts; b and c share a reshard if they want the same layout."""
     a = Node("a", np.array([1.0, 0.0]), np.array([0.0, 4.0]))
     b = Node("b", np.array([0.0, 5.0]), np.array([1.0, 0.0]))
     c = Node("c", np.array([0.0, 5.0, 9.0]), np.zeros(3))
@@ -54,9 +54,9 @@ def chain() -> Problem:
 @pytest.mark.parametrize(
     ("choice", "seconds", "memory"),
     [
-        ((0, 0, 0), 1 + 3, 1 + 10 + 7),  # one reshard for both
+        ((0, 0, 0), 1 + 3, 1 + 10 + 7),  # b and c share one reshard
         ((0, 0, 1), 1 + 5 + 3 + 0, 1 + 10 + 20 + 7),
-        ((0, 1, 2), 1 + 5 + 9, 20),  # c wants none
+        ((0, 1, 2), 1 + 5 + 9, 20),  # c wants no layout
         ((1, 0, 2), 9 + 0.5, 4 + 1 + 10 + 2),
         ((1, 1, 0), math.inf, 4 + 10 + 20 + 2),
     ],
@@ -102,7 +102,7 @@ def test_solve_equals_enumeration(first: int) -> None:
 @pytest.mark.parametrize("labels", thinned([60, 0, 10_000], first=1, slow=2, whole=True))
 @pytest.mark.parametrize("work", [0, 1e6])
 def test_every_way_through_the_search_equals_enumeration(labels: int, work: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without labels tried at once, small problems go through the rounds of limits too.
+    # Without the first attempt at labels, small problems also go through the rounds of limits.
     monkeypatch.setattr(sys.modules["autotp.planner.ilp.search"], "_QUICK", 0)
     methods = set()
     for seed in range(400, 520):
@@ -110,7 +110,7 @@ def test_every_way_through_the_search_equals_enumeration(labels: int, work: floa
         best, _ = brute_force(problem)
         if math.isinf(best):
             continue
-        # A cutoff stands in for a choice that is known.
+        # The cutoff stands in for the cost of a known choice.
         settings = Settings(Deadline.after(60), labels=labels, work=work, cutoff=1.5 * best + 1e-9)
         search = Search(problem, settings)
         search.run()
@@ -140,7 +140,7 @@ def test_mixed_integer_program_alone_equals_enumeration() -> None:
             continue
         result = mip.run(mip.build(problem, best), deadline=Deadline.after(10))
         assert result.finished and result.choice is not None
-        # The solver's own tolerance is 1e-6 of a choice, which is what Search corrects for.
+        # The solver's tolerance is 1e-6 of a choice; Search corrects for it.
         assert evaluate(problem, result.choice).seconds == pytest.approx(best, rel=1e-4, abs=1e-12), seed
 
 
@@ -175,14 +175,14 @@ def test_elimination_that_is_too_much_makes_no_table(monkeypatch: pytest.MonkeyP
     nodes = tuple(Node(name, np.arange(3.0), np.zeros(3)) for name in "abc")
     rows, none = np.arange(3), np.zeros((3, 3))
     tensors = tuple(Tensor(f"t{k}", k, rows, (Use(k + 1, rows),), np.eye(3), none, none) for k in range(2))
-    for budget in (8, 17, 18):  # the nodes take 9, 9 and 1
+    for budget in (8, 17, 18):  # eliminating the nodes takes 9, 9 and 1
         assert eliminate_all(Problem(nodes, tensors), budget=budget) is None and not made
     assert eliminate_all(Problem(nodes, tensors), budget=19) is not None and len(made) == 3
 
 
 @pytest.mark.parametrize(("off", "method"), [(1e-8, "duality"), (1e-5, "mip")])
 def test_the_solver_is_not_asked_for_the_last_bit(off: float, method: str) -> None:
-    """Three nodes that all want to differ and cannot: duality does not see that, and labels may not be made."""
+    """Three nodes with two strategies, of which each pair should differ: the dual bound is not tight; labels are off."""
     nodes = tuple(Node(name, np.ones(2), np.zeros(2)) for name in "abc")
     rows, none = np.arange(2), np.zeros((2, 2))
     tensors = tuple(
@@ -243,7 +243,7 @@ def test_dual_never_exceeds_the_optimum() -> None:
             assert last - slack <= bound <= best + slack, seed
             last = bound
             dual.rebalance()
-        # Some assignment attains the optimum, so each of its strategies may not be bounded above it.
+        # Some assignment attains the optimum, so every node has a strategy whose bound does not exceed it.
         assert all(float(values.min()) <= best + slack for values in through)
 
 

@@ -1,4 +1,4 @@
-"""The planner: its optimum is that of exhaustive search, its plan costs what it claims, and plans survive a round trip."""
+"""The planner: its optimum is that of exhaustive search, plans cost what it claims, and plans survive a round trip."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def test_optimum_equals_exhaustive_search(small_problems):
 
 @pytest.mark.exact
 def test_what_fits_is_that_of_an_exhaustive_search(small_problems):
-    """Of the worst moment of every choice, whatever the program counts; where it is not met, the gap says so."""
+    """Exhaustive search uses the peak memory of each choice; where the plan is slower, its gap covers the difference."""
     met = asked = 0
     for seed, model, mesh, prices, problem in small_problems:
         if math.prod(len(node.cost) for node in problem.nodes) > 600:
@@ -69,7 +69,7 @@ def test_what_fits_is_that_of_an_exhaustive_search(small_problems):
 
 @pytest.mark.parametrize("strategy", thinned(["auto", "zero3", "megatron-sp", "tensor3d"], whole=True))
 def test_predicted_seconds_equal_the_objective(strategy, problem_of):
-    """``Plan.predicted`` is added up operator by operator over the unfolded graph; the solver saw the folded one."""
+    """``Plan.predicted`` sums over the operators of the unfolded graph; the solver's objective is of the folded one."""
     model, args, kwargs = MODELS["gpt2"]()
     topology = autotp.Topology.flat(4, bandwidth=1e8, latency=1e-6, device=SMALL)
     captured = capture(model, args, kwargs)
@@ -150,16 +150,16 @@ class _Empty(nn.Module):
 
 
 def test_moving_nothing_takes_no_time():
-    """As less than nothing, it would make a plan that no rank takes."""
+    """A negative prediction would make a plan that no rank accepts."""
     topology = autotp.Topology.flat(4, bandwidth="1000000 GB/s", latency="0.000001 us")
     plan = autotp.plan(_Empty(), topology, (torch.ones(8, 4),), strategy="zero3", mesh=(4,))
     assert autotp.Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_plan_names_operators_and_no_python_function():
-    """Where a function is defined changes with the code's layout; what a plan is for must not.
+    """Plans name operators, not Python functions: where a function is defined changes with the code's layout.
 
-    No earlier test looked at how plans name autotp's own operators, only whether they have rules.
+    Earlier tests checked whether autotp's own operators have rules, but not how plans name them.
     """
     model, args = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8)), (torch.randn(4, 4, 2, 2),)
     plan = autotp.plan(model, autotp.Topology.flat(2), args)
@@ -180,7 +180,7 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     ("mesh", "shape"), thinned([((4,), (8, 12)), ((2, 2), (8, 7)), ((2, 3), (12, 18, 5)), ((2, 2, 2), (16, 8))], first=2)
 )
 def test_one_price_for_one_reshard_and_for_the_matrix_of_all(mesh, shape):
-    """The planner prices all reshards of a tensor at once; one by one they cost the same."""
+    """Pricing all reshards of a tensor at once, as the planner does, gives the same costs as pricing them one by one."""
     from torch.distributed.tensor import Partial, Replicate
 
     from passes.layouts.codes import codes, fits, is_even
@@ -231,7 +231,7 @@ def test_simulated_parameters_are_the_models_own():
     thinned([("summa-2d", (2, 2)), ("3d", (2, 2, 1)), ("tesseract-2.5d", (2, 2, 2)), ("megatron-1d", (2, 2, 2))], 3),
 )
 def test_parameters_rest_as_torch_can_put_them_together(strategy, mesh):
-    """The bias of a fused projection has blocks, and more than one axis would split it."""
+    """The bias of a fused projection has blocks; unrestricted plans would shard it along more than one axis."""
     layer, x = nn.MultiheadAttention(32, 8, batch_first=True), torch.randn(8, 8, 32)
     topology = autotp.Topology.flat(math.prod(mesh), bandwidth=1e9, latency=1e-6, device=SMALL)
     plan = autotp.plan(layer, topology, (x, x, x), {"need_weights": False}, strategy=strategy, mesh=mesh)
@@ -241,7 +241,7 @@ def test_parameters_rest_as_torch_can_put_them_together(strategy, mesh):
 
 
 def memory_models():
-    """Models in which other moments are the worst: parameters, activations, a large result, attention, convolutions."""
+    """Models with different causes of peak memory: parameters, activations, a large result, attention, convolutions."""
     torch.manual_seed(0)
     yield "parameters", Deep(3), torch.randn(8, 16)
     yield "activations", Deep(2), torch.randn(512, 16)
@@ -256,12 +256,12 @@ def memory_models():
     [pytest.param(*e, id=e[0]) for e in memory_models()],
 )
 def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model, x, monkeypatch):
-    """Refused with a figure, no plan that is known takes less; and with that figure, that plan is found, on every mesh.
+    """No known plan takes less memory than the error says is needed; with that memory, a plan is found, on every mesh.
 
-    Tests of bounds had asked whether a plan keeps one, and compared what is needed with the integer program's sum of bytes,
-    which is not the worst moment of a step: no plan was asked for with the bytes that another plan takes.
+    Earlier tests checked whether plans keep a bound, and compared the needed memory with the integer program's sum of
+    bytes, which is not the peak of a step: none asked for a plan with the bytes that another plan takes.
     """
-    monkeypatch.setattr(squeeze, "_SETTLING", 0.1)  # proofs of seconds are not asked for
+    monkeypatch.setattr(squeeze, "_SETTLING", 0.1)  # this test needs no proven bounds on the step time
     topology = autotp.Topology.load("dgx-h100").resized(4)
     captured = capture(model, (x,))
 
@@ -284,7 +284,7 @@ def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model
     for mesh in meshes:
         there = {key: taken for key, taken in known.items() if key[1] == mesh}
         assert least[mesh] <= min(there.values()), there
-        # What layers keep may differ, which the search for the least bytes leaves out: it may win a little.
+        # The search for the least memory lets all layers keep the same tensors; plans need not, and may take a little less.
         assert 0.95 * least[mesh] <= planned(least[mesh], mesh=mesh).predicted.memory_bytes <= least[mesh]
         for taken in there.values():
             assert planned(taken, mesh=mesh).predicted.memory_bytes <= taken
@@ -298,7 +298,7 @@ def test_what_is_needed_is_what_the_plan_with_the_least_memory_takes(name, model
 @pytest.mark.exact
 @pytest.mark.parametrize(("devices", "said"), [(8, 104e9), (64, 214e9)])
 def test_a_large_model_needs_less_than_was_said(devices, said):
-    """A sequence of 8,192 tokens on every device, nothing recomputed: it fits an H100. Models had been small alone."""
+    """One sequence of 8,192 tokens per device, without recomputation, fits an H100. Earlier tests had small models only."""
     model, args = model_of(Job("Llama-3-8B", devices))
     captured = capture(model.bfloat16(), args)
     topology = autotp.Topology.load("dgx-h100").resized(devices)
@@ -309,7 +309,7 @@ def test_a_large_model_needs_less_than_was_said(devices, said):
 
 @pytest.mark.parametrize("strategy", thinned(["zero3", "megatron-1d", "summa-2d"], 3, whole=True))
 def test_what_a_family_needs_is_found(strategy):
-    """With families, too, whose plans may be none of the program's cheapest in bytes."""
+    """Also holds for families: their plan with the least memory may not be among the program's cheapest in bytes."""
     topology = autotp.Topology.load("dgx-h100").resized(4)
     with pytest.raises(autotp.MemoryBoundError) as refused:
         autotp.plan(Deep(2), topology, (torch.randn(64, 16),), strategy=strategy, memory=1.0)
@@ -352,7 +352,7 @@ def test_what_contradicts_reshard_after_forward_is_an_error():
 
 
 def test_a_machine_of_no_use_is_refused():
-    """Its plan was written, and then no command read it: a step of 1e107 s is beyond all figures."""
+    """Regression: a plan was written that no command could read, as its step of 1e107 s is beyond all figures."""
     machine = autotp.Topology.flat(2)
     slow = replace(machine, device=replace(machine.device, efficiency=1e-30, half_size=1e30))
     with pytest.raises(TopologyError, match="predicted from its figures"):

@@ -1,4 +1,4 @@
-"""Under a precision, the integer program's seconds are those of the plan that it finds: dtypes count the same in both."""
+"""With mixed precision, the integer program's objective equals the seconds of its plan: both price the same dtypes."""
 
 import pytest
 from models import MODELS

@@ -1,4 +1,4 @@
-"""What is said of a job that does not fit: what it needs, of what, and which single change makes it fit."""
+"""Errors for jobs that do not fit: the memory needed, what it consists of, and which single changes make the job fit."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def needed(model, x, **asked):
 @pytest.mark.exact
 @pytest.mark.parametrize("rows", [16, 2048], ids=["parameters", "activations"])
 def test_every_change_does_what_is_said_of_it(rows, recompute="none"):
-    """Planned with the change, the job fits where it is said to, and is refused where it is not."""
+    """Planned with a suggested change, the job fits or is refused, as the error says."""
     model, x = Layers(), torch.randn(rows, 64)
     bound = 0.85 * needed(model, x, recompute=recompute)
     error = refused(model, x, recompute=recompute, memory=bound)

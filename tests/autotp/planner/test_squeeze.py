@@ -1,4 +1,4 @@
-"""What the planner recomputes where memory is short: the optimum, its proof, and plans whose layers differ."""
+"""Recomputation where memory is short: the optimum, its proof, and plans whose layers differ."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ from passes.graph import note_of
 
 
 class RandomBlock(nn.Module):
-    """A few operators around a residual."""
+    """A few operators with a residual connection around them."""
 
     def __init__(self, rng, width, most, affine):
         super().__init__()
@@ -71,9 +71,9 @@ class RandomBlocks(nn.Module):
 
 
 def everything(captured, topology, options, sharded=False):
-    """(seconds, bytes) of all that may be recomputed, and of all parameters that may be gathered once, if ``sharded``.
+    """(seconds, bytes) of every choice of recomputed operators and, if ``sharded``, of parameters gathered only once.
 
-    Every operator has one strategy, and every parameter rests whole, or in parts of dim 0.
+    Every operator has one strategy. If ``sharded``, every parameter rests as ``Shard(0)``; otherwise it rests replicated.
     """
     model, mesh = prepare(captured), (topology.devices,)
     candidates = Candidates(model, topology, options, model.parameter_bytes if options.hides else 0.0)
@@ -100,7 +100,7 @@ def subsets(values):
 
 @pytest.mark.parametrize("seed", thinned(reversed(range(30)), 11, whole=True))
 def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed, monkeypatch):
-    monkeypatch.setattr(squeeze, "_SETTLING", 60.0)  # on a busy machine, too
+    monkeypatch.setattr(squeeze, "_SETTLING", 60.0)  # long enough on a busy machine, too
     torch.manual_seed(seed)
     captured = capture(RandomBlocks(seed), (torch.randn(64 * (1 + seed % 3), 16),))
     topology = autotp.Topology.load("dgx-h100").resized(1)
@@ -118,7 +118,7 @@ def test_the_optimum_is_that_of_an_exhaustive_search_at_every_moment(seed, monke
 
 @pytest.mark.parametrize("seed", thinned(range(4), first=1, slow=1, whole=True))
 def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
-    """Beside what is recomputed: parameters in parts, each of which is kept, or gathered again."""
+    """Also decides for each sharded parameter whether its gathered copy is kept, or it is gathered again."""
     torch.manual_seed(seed)
     model = RandomBlocks(seed, most=3, affine=False)
     captured = capture(model, (torch.randn(64, 16),))
@@ -139,7 +139,7 @@ def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(["vit", "resnet", "llama", "gpt2", "bert", "unet"], first=2, whole=True))
 def test_a_bound_counts_no_more_than_what_is_held(name):
-    """The tables of bounds are compared with footprints of choices drawn at random, at every moment."""
+    """Compares lower bounds on memory with the footprints of random choices, at every moment of a step."""
     model, args, kwargs = MODELS[name]()
     rng = np.random.default_rng(0)
     prepared = folded(undecided(prepare(capture(model, args, kwargs))))
@@ -161,7 +161,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
             )
             choice = cheapest(replace(assembled.problem, nodes=nodes, tensors=tensors), Deadline())
             found = candidates.found(candidate, assembled, choice)
-            # What is run again in vain holds nothing, whatever its tables say; no optimum does that.
+            # An operator that is recomputed in vain holds nothing, whatever its table says; an optimum has none.
             choice = tuple(
                 row % len(made.space.serves) if isinstance(made, Choice) and node not in found.model.recomputed else row
                 for (node, made, _), row in zip(assembled.structure.nodes, choice, strict=True)
@@ -181,7 +181,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
 
 
 class Deep(nn.Module):
-    """Identical layers, and a loss."""
+    """Identical transformer layers, and a loss."""
 
     def __init__(self, layers):
         super().__init__()
@@ -299,21 +299,21 @@ def test_what_holds_on_all_meshes_counts_what_has_to_be_recomputed():
 
 
 def test_prices_of_many_orders_have_a_solution():
-    """GLOP calls its own imprecise, and gave none: a job with short memory ended in OR-Tools' error."""
+    """Regression: GLOP calls its solution imprecise and gave none: a job with short memory ended in OR-Tools' error."""
     found = next_shares([[[3.0, 1.0]], [[1.0, 2.0]]], [[5e-4], [-1.0]], [(1e11, 1e12)])
     assert found.prices == pytest.approx((1e11,)) and found.value == pytest.approx(-1e11)
 
 
 @pytest.mark.slow
 def test_a_family_that_finds_more_gives_its_plan():
-    """`zero3` was 0.1 % faster than `auto`, whose bound was 0.4 % away, and which ended after 3 s of 120."""
+    """Regression: `zero3` was 0.1 % faster than `auto`, which ended after 3 s of 120 with a gap of 0.4 %."""
     found = outcomes("GPT 4 × 1024", "8 × dgx-h100", ["short"], ["zero3"])
     assert behind([one.setting for one in found]) == []
 
 
 @pytest.fixture(scope="module")
 def tight():
-    """A job of few operators, and bytes of the least memory that it is said to need."""
+    """A job of few operators, and the least memory that the planner says it needs, in bytes."""
     model, args = chain(2, 256, 1024, 32, 64)
     captured, topology = capture(model, args), autotp.Topology.flat(8)
     with pytest.raises(autotp.MemoryBoundError) as nothing:
@@ -323,7 +323,7 @@ def tight():
 
 @pytest.mark.slow
 def test_where_few_plans_fit_one_is_found(tight):
-    """A program of few operators that no bound had made smaller was given to a solver for all of the time."""
+    """Regression: a program of few operators that no bound had reduced was given to a solver for the whole time limit."""
     captured, topology, needed = tight
     memory = 1.02 * needed
     plan = plan_captured(captured, topology, Options(memory=memory, time_limit=40.0))

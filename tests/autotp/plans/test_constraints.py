@@ -1,4 +1,4 @@
-"""Constraints: what is pinned holds, the numbers stay correct, and a conflict is reported as a minimal subset."""
+"""Constraints: pins hold, numbers stay correct, and a conflict is reported as a minimal subset."""
 
 import json
 
@@ -35,7 +35,7 @@ def planned(*constraints, model=None, **options):
 
 
 def check_numbers(model, x, plan):
-    """Output and gradients of a plan are the model's."""
+    """Checks that the output and gradients of a plan equal the model's."""
     expected = model(x)
     model.zero_grad()
     expected.square().sum().backward()

@@ -1,4 +1,4 @@
-"""What is asked for has one set of defaults, whoever asks."""
+"""All functions and commands that take options have the same defaults."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
 
 @pytest.mark.parametrize("asks", [autotp.plan, autotp.parallelize, sweep, _plan, sweep_command])
 def test_every_way_to_ask_has_the_records_defaults(asks):
-    """``plan_captured`` had another schedule than ``plan``, and no test compared the two."""
+    """Regression: ``plan_captured`` had another default schedule than ``plan``; no test compared the two."""
     shared = {n: p.default for n, p in inspect.signature(asks).parameters.items() if n in DEFAULTS}
     if asks is autotp.parallelize:
         plans = [shared.pop(name) for name in ("schedule", "compile", "outputs", "observe")]

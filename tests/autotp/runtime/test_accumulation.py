@@ -1,4 +1,4 @@
-"""Accumulated steps: several micro-batches, of which the last alone reduces, give the sum's gradients to 1e-9."""
+"""Gradient accumulation: only the last of several micro-batches reduces, and gradients are those of the sum, to 1e-9."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ from passes.world.world import LocalWorld
 
 STEPS, MICRO = 3, 3
 
-#: Every family on both meshes, by turns with and without overlap, and every model.
+#: Every family on both meshes, alternately without and with overlap, and every model.
 NAMES = ("gpt2", "llama", "unet", "resnet", "vit", "bert")
 FAMILIES = [
     ("llama" if family in ("summa-2d", "tesseract-2.5d", "3d") else NAMES[(i + j) % len(NAMES)], family, mesh, (i + j) % 2)
@@ -52,7 +52,7 @@ def captured(name):
 
 
 def shifted(tree, by):
-    """Other values of the same kind: a micro-batch of its own."""
+    """Returns the tree with other values of the same dtypes and shapes, as another micro-batch."""
 
     def shift(leaf):
         if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool:
@@ -71,7 +71,7 @@ def simulated(name, strategy, mesh, overlap, panels=None, chunks=None):
 
 
 def micro_batches(module, args, kwargs, count=MICRO):
-    """The loss of every micro-batch; all but the last without reductions where the module knows of them."""
+    """Yields the loss of every micro-batch; all but the last run under ``no_sync``, if the module has it."""
     for k in range(count):
         inner = k + 1 < count and hasattr(module, "no_sync")
         with module.no_sync() if inner else contextlib.nullcontext():
@@ -134,7 +134,7 @@ def test_panels_and_chunks(name, strategy, mesh, panels, chunks):
 
 
 class Odd(nn.Module):
-    """A tied weight, one read in two layouts and through a view, one that some batches do not use, and uneven parts."""
+    """A tied weight, one read in two layouts and through a view, one that some batches do not use, and uneven shards."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ ODD = [
 
 @pytest.mark.parametrize(("strategy", "mesh", "schedule"), thinned(ODD, 5), ids=lambda v: str(v).replace(" ", ""))
 def test_batches_that_do_not_reach_all_parameters(strategy, mesh, schedule):
-    """The last batch, or only the last, or none of them uses ``sometimes``; an inner one goes backward twice."""
+    """The first, the last, none or all of the micro-batches use ``sometimes``; the second one goes backward twice."""
     plain, ours, args = odd(strategy, mesh, schedule)
     for using in ((0,), (2,), (), (0, 1, 2)):
         for module in (plain, ours):
@@ -187,7 +187,7 @@ def test_batches_that_do_not_reach_all_parameters(strategy, mesh, schedule):
 
 @pytest.mark.parametrize("schedule", thinned(["none", "overlap"], whole=True))
 def test_orders_of_passes(schedule):
-    """Backward passes come after all forward passes, or as one; a pass without gradients comes between."""
+    """Backward passes run after all forward passes, one by one or as one; calls without gradients come between."""
     plain, ours, args = odd("zero3", (4,), schedule)
     for together in (False, True):
         found = []
@@ -227,7 +227,7 @@ def test_frozen_parameters_and_clipping():
 
 @pytest.mark.slow
 def test_what_waits_is_kept_dropped_or_refused():
-    """An optimizer's ``zero_grad`` keeps what waits, the module's drops it; parameters may not change meanwhile."""
+    """An optimizer's ``zero_grad`` keeps pending gradients, the module's drops them; parameters must not change then."""
     plain, ours, args = odd("zero3", (4,), "overlap")
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     ((plain(*args)[0] ** 2).mean() + (plain(*shifted(args, 1))[0] ** 2).mean()).backward()
@@ -254,7 +254,7 @@ def test_what_waits_is_kept_dropped_or_refused():
 
 
 def collectives(graph):
-    """Kinds of the collectives of a scheduled graph, and how often there are."""
+    """Counts the collectives of a scheduled graph by kind."""
     return Counter(COLLECTIVE_OF[note_of(node).collective.target] for node in graph.nodes if node.target is launch)
 
 
@@ -262,7 +262,7 @@ def collectives(graph):
 @pytest.mark.parametrize("chunks", thinned([{"batch": 2}, {}], first=1, whole=True), ids=["chunks", "whole"])
 @pytest.mark.parametrize(("strategy", "mesh"), thinned([("data", (4,)), ("zero3", (4,)), ("tesseract-2.5d", (2, 2, 2))], 3))
 def test_inner_steps_reduce_no_gradients_of_parameters(strategy, mesh, chunks):
-    """What inner steps lack is what the mirrors of reshards of parameters are; the last step has it once."""
+    """Inner steps lack exactly the collectives that reshard parameters' gradients; the last step has each once."""
     model, args = tokens()
     with float64_mode():
         plan = dataclasses.replace(planned(model, args, strategy, mesh), chunks=chunks)
@@ -281,7 +281,7 @@ def test_inner_steps_reduce_no_gradients_of_parameters(strategy, mesh, chunks):
 
 
 def backward_of_parameters(node):
-    """The steps by which a reshard of a parameter brings its gradient back."""
+    """The steps by which a parameter's reshard converts its gradient back; empty for other nodes."""
     if node.target not in (ops.reshard, ops.gather) or not str(node.args[1].target).startswith("p_"):
         return ()
     return node.args[3]

@@ -1,4 +1,4 @@
-"""Values lie in memory as they were traced, whatever kernels give."""
+"""Values have the strides that were traced, whatever strides kernels return."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from autotp.runtime.strides import Arranged, laid_like
 
 
 class Permuted(nn.Module):
-    """Layer norm over the channels of normalised groups: its gradient's fake kernel says another order in memory."""
+    """Layer norm over the channels of a group norm: its gradient's fake kernel gives other strides than the real one."""
 
     def __init__(self):
         super().__init__()

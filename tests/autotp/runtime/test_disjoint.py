@@ -8,7 +8,7 @@ from autotp.runtime.compiled import Disjoint
 
 
 def views(storage):
-    """Some views of one storage: parts that travelled together, transposed, strided, of other dtypes, empty."""
+    """Views of one storage: parts as of a merged message, transposed, strided, of another dtype, or empty."""
     return st.one_of(
         st.tuples(st.integers(0, 20), st.integers(0, 12)).map(lambda at: storage[at[0] : at[0] + at[1]]),
         st.integers(0, 3).map(lambda at: storage[8 * at : 8 * at + 6].view(2, 3).t()),

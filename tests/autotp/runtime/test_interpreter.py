@@ -1,4 +1,4 @@
-"""Graphs run node by node: hooks, values that are let go, and devices whose graphs differ in numbers."""
+"""Graphs run node by node: hooks, the release of values, and devices whose graphs differ in numbers."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What is wrong with numbers, of what the ranks have seen of them."""
+"""Numerical problems that are found in what all ranks have seen."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ def test_replicas_are_equal_up_to_rounding():
 
 
 def test_partial_sums_are_added_once():
-    """A bias that every rank adds before its partial sums are reduced would be counted twice."""
+    """A bias that every rank adds before its partial sums are reduced is counted more than once, which is reported."""
     partial = [seen(total, (rank,), 1) for rank, total in enumerate((1.0, 2.0))]
     once = [[seen(3.0, before=part)] for part in partial]
     assert problem(once, numbers=False) == ""

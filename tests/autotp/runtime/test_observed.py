@@ -1,4 +1,4 @@
-"""Observed modules in lockstep: their hooks see, on every call, what the plain model's see."""
+"""Observed modules in lockstep: in every call, their hooks see what those of the plain model see."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Calls one module twice, writes to what modules returned, and leaves out another in evaluation."""
+    """Calls one module twice, writes to results of modules in place, and skips another module in evaluation."""
 
     def __init__(self, how=None):
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 def watched(model, names, before=True):
-    """What hooks on modules see, in order, copied as it is at that moment."""
+    """Hooks the modules; returns the list that collects copies of what the hooks are given, in order."""
     seen = []
 
     def hook(name, kind):
@@ -82,7 +82,7 @@ def check(mine, theirs):
 
 
 def both(model, x, observe, names, schedule="overlap", mesh=(4,), **options):
-    """The simulated and the plain model, with what hooks saw on each."""
+    """The simulated and the plain model, and what hooks see on each of them."""
     plain = copy.deepcopy(model)
     plan = autotp.plan(model, autotp.Topology.flat(math.prod(mesh)), (x,), mesh=mesh, observe=observe, **options)
     ours = autotp.simulate(model, autotp.Plan.from_json(plan.to_json()), (x,), schedule=schedule)
@@ -106,7 +106,7 @@ def net(how=None):
     ],
 )
 def test_hooks_see_what_the_plain_models_see(schedule, options):
-    """In training, in evaluation, without gradients and with other shapes; gradients are as without hooks."""
+    """In training, in evaluation, without gradients and with other shapes; hooks do not change gradients."""
     model, x = net()
     names = ["blocks.0", "blocks.1", "blocks.0.up", "blocks.1.act", "norm", "extra"]
     observe = ["blocks.*", "blocks.?.up", "blocks.1.act", "norm", "extra"]
@@ -128,7 +128,7 @@ def test_modules_in_blocks_of_torch(how):
     ours, plain, mine, theirs = both(model, x, ["blocks.*"], ["blocks.0", "blocks.1"], strategy="megatron-1d")
     with (
         torch.no_grad() if how != "no_grad" else torch.enable_grad()
-    ):  # hooks in a checkpoint run again in eager backward passes
+    ):  # in eager mode, hooks in a checkpoint run again in the backward pass
         check([each(x) for each in (ours,)], [plain(x)])
     check(mine, theirs)
     assert len(mine) == 4
@@ -136,7 +136,7 @@ def test_modules_in_blocks_of_torch(how):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_loss_of_what_was_observed(schedule):
-    """Its gradients are the plain model's; a hook on its gradient would not see all of it, and is an error."""
+    """The loss has the plain model's gradients; a hook on an observed value would miss some gradients: an error."""
     model, x = net()
     ours, plain, *_ = both(model, x, ["blocks.0"], [], schedule, strategy="megatron-1d")
     kept = {}
@@ -153,7 +153,7 @@ def test_a_loss_of_what_was_observed(schedule):
 
 
 def test_what_the_planner_sees():
-    """An observed tensor is an operator with a layout, and never partial sums; without any, nothing changes."""
+    """An observed tensor is an operator whose layout is never partial; without observed tensors, plans are unchanged."""
     model, x = net()
     topology = autotp.Topology.flat(4)
     asked = {"strategy": "megatron-1d", "mesh": (4,)}
@@ -227,7 +227,7 @@ def test_blocks_of_transformers():
         observe = [f"{found[0].rpartition('.')[0]}.*"]
         plan = autotp.plan(model, autotp.Topology.flat(2), args, kwargs, strategy="megatron-1d", mesh=(2,), observe=observe)
         ours = autotp.simulate(model, plan, args, kwargs, schedule="overlap")
-        # Arguments besides: export makes masks that eager models do not.
+        # Arguments are not compared: export makes masks that eager models do not.
         mine, theirs = (watched(each, found, before=False) for each in (ours, plain))
         ours(*args, **kwargs)
         plain(*args, **kwargs)

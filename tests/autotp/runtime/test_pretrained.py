@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Net(nn.Module):
-    """A tied weight, a parameter of no dims, and buffers, one of which no file has."""
+    """A tied weight, a parameter of 0 dims, and buffers, one of which is not persistent."""
 
     def __init__(self):
         super().__init__()
@@ -55,11 +55,11 @@ def parallel():
 
 
 def state(seed=1, model=Net):
-    """Another such model's, without the second name of its tied weight."""
+    """The state of another such model, without the second name of its tied weight."""
     torch.manual_seed(seed)
     made = model()
     if isinstance(made, Net):
-        made(X)  # moves the statistics
+        made(X)  # updates the running statistics
     return {name: value.detach().clone() for name, value in made.state_dict().items() if name != "head.weight"}
 
 
@@ -74,7 +74,7 @@ def require_same(found, wanted):
 
 
 def split(folder, tensors, **changes):
-    """Two files and their index, in which some tensors are said to be elsewhere."""
+    """Saves tensors in two files with an index, some of whose entries are replaced by ``changes``."""
     names = list(tensors)
     files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
     for file, held in files.items():
@@ -106,7 +106,7 @@ def test_values_are_cast_and_one_file_comes_before_several(parallel, tmp_path):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_between_whose_passes_values_are_read_is_refused(schedule, tmp_path):
-    """Though the backward pass reads none of them."""
+    """Even though the backward pass does not read any of the loaded values."""
     model = nn.Linear(4, 6)
     parallel = autotp.parallelize(model, None, (X,), strategy="data", schedule=schedule)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -128,7 +128,7 @@ def test_with_strict_false_what_both_have_is_read(parallel, tmp_path):
 
 @pytest.mark.parametrize("prefix", ["model.", "body."])
 def test_a_prefix_that_all_names_have_or_lack(parallel, prefix, tmp_path):
-    """Of the file in the first case; of the module in the second, but for what is outside the base model."""
+    """First, the file's names have an extra prefix; second, they lack the module's, except outside the base model."""
     wanted = state()
     names = {n: prefix + n for n in wanted} if prefix == "model." else {n: n.removeprefix(prefix) for n in wanted}
     save_file({names[n]: value for n, value in wanted.items()}, tmp_path / "model.safetensors")
@@ -256,7 +256,7 @@ def test_files_that_are_missing_or_damaged_are_refused(parallel, change, message
 
 @pytest.mark.parametrize("from_rank_0", [False, True])
 def test_torch_loads_a_whole_state(parallel, from_rank_0):
-    """Among it a parameter without dims, which torch leaves a plain tensor."""
+    """Includes a parameter of 0 dims, which torch keeps a plain tensor."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
     given = state()
     set_model_state_dict(parallel, given | {"head.weight": given["body.first.weight"]}, options=options)
@@ -316,7 +316,7 @@ def test_a_plain_models_state_is_none_of_a_distributed_optimizer(parallel):
 
 
 def test_what_is_written_is_read_again(parallel, tmp_path):
-    """Tied weights once, by their first name; files of a former, longer list are gone, and others stay."""
+    """Tied weights are written once, by their first name; files of an earlier, longer index are removed, others stay."""
     folder, before = tmp_path / "new" / "one", values(parallel)
     for size, written in (("0.06KB", True), ("60 b", True), ("10gb", False), (60, True)):
         autotp.save_pretrained(parallel, folder, max_shard_size=size)
@@ -402,7 +402,7 @@ def test_the_configuration_has_the_dtype_of_the_parameters(parallel, tmp_path):
 
 @st.composite
 def split_tensors(draw):
-    """(shape, layout, mesh), of layouts that exist."""
+    """Draws (shape, layout, mesh) with a valid layout."""
     shape = draw(st.sampled_from([(), (24,), (8, 12), (5, 7), (9, 4, 6), (0, 4)]))
     mesh = draw(st.sampled_from([(1,), (2,), (2, 2), (2, 3), (2, 4), (2, 2, 2)]))
     layout = [Replicate() for _ in mesh]
@@ -432,7 +432,7 @@ def test_slices_make_up_what_a_device_takes(case):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(split_tensors())
 def test_parts_in_one_piece_are_where_torch_says(case):
-    """Checkpoints leave these to torch."""
+    """Checkpoints leave the offsets of such parts to torch."""
     shape, layout, mesh = case
     for at in itertools.product(*map(range, mesh)):
         parts = list(parts_of(shape, layout, mesh, at))

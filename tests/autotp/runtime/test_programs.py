@@ -28,7 +28,7 @@ SIX = {"rtol": 1e-9, "atol": 1e-12}
 
 
 class Net(nn.Module):
-    """What training and evaluation do differently: dropout and batch statistics; labels are optional."""
+    """Differs between training and evaluation by dropout and batch statistics; labels are optional."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def distributed(model, args, strategy="megatron-1d", mesh=(4,), schedule="overla
     ("strategy", "mesh"), thinned([("zero3", (4,)), ("data", (4,)), ("megatron-1d", (4,)), ("tensor3d", (2, 2))], first=1)
 )
 def test_training_with_evaluation_in_between(strategy, mesh, schedule):
-    """Modes, a smaller last batch, calls without labels or without gradients; the state is one."""
+    """Modes, a smaller last batch, and calls without labels or without gradients all use the same state."""
     model, (x, y) = net()
     plain = copy.deepcopy(model)
     ours = distributed(model, (x, y), strategy, mesh, schedule)
@@ -86,7 +86,7 @@ def test_training_with_evaluation_in_between(strategy, mesh, schedule):
 
 
 class Widened(nn.Module):
-    """Norms in float32, as Llama's: the graph of a dtype has casts that another dtype's has not."""
+    """Norms in float32, as Llama's: graphs of different dtypes have different casts."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ class Widened(nn.Module):
 
 
 def test_programs_follow_the_dtypes_of_parameters():
-    """The tests before cast there and back alone, after which the first graph is right again."""
+    """Earlier tests only cast to another dtype and back, after which the first graph is right again."""
     torch.manual_seed(0)
     model, x = Widened(), torch.randn(8, 8)
     plain, ours = copy.deepcopy(model), distributed(model, (x,), "data")
@@ -189,7 +189,7 @@ def test_zeros_of_both_signs_are_arguments():
 
 
 def test_calls_are_told_apart_here_and_alike_on_all_ranks():
-    """Ranks compare texts, in which no address stands, nor the order in which a set was filled."""
+    """Ranks compare keys as text, which contains no addresses and does not depend on the order of a set's elements."""
 
     def made():
         class Held:
@@ -215,7 +215,7 @@ def test_calls_are_told_apart_here_and_alike_on_all_ranks():
 
 @pytest.mark.parametrize("frozen", ["norm", "drop"])
 def test_a_part_in_another_mode(frozen):
-    """Modules may be switched one by one, as fine-tuning with frozen statistics does."""
+    """Modules may be switched one by one, as in fine-tuning with frozen statistics."""
     model, (x, y) = net()
     model.drop.p = 0.5 if frozen == "drop" else 0.0
     plain = copy.deepcopy(model)
@@ -254,7 +254,7 @@ class Counting(nn.Module):
 
 
 def test_what_forward_ignores_needs_no_program(caplog):
-    """An argument that changes in every call is read, or not: programs are bounded, and kinds of calls are not."""
+    """Calls differ in an argument that is read or ignored: programs are limited in number, kinds of calls are not."""
     model, x = Counting().double(), torch.randn(4, 8, **F64)
     ours = distributed(model, (x, 0))
     ours._programs.most = 2
@@ -294,7 +294,7 @@ def test_a_plan_for_inference_stays_one():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_outputs_that_stay_sharded_are_whole_in_lockstep(schedule):
-    """In the first program and in all others, whose outputs one device alone would not have."""
+    """Also in later programs; a single device would have only its part of the outputs."""
     model, (x, y) = net()
     plain = copy.deepcopy(model)
     asked = {"outputs": "dtensor", "constraints": ["output:0=S(0)@x"]}
@@ -311,7 +311,7 @@ def test_outputs_that_stay_sharded_are_whole_in_lockstep(schedule):
 
 
 def test_micro_batches_of_different_sizes():
-    """Gradients that wait belong to two programs; the last pass reduces them all."""
+    """Pending gradients belong to two programs; the last backward pass reduces all of them."""
     model, (x, y) = net()
     model.norm.eval()
     plain = copy.deepcopy(model)
@@ -356,7 +356,7 @@ def test_the_call_is_the_models():
 
 @pytest.mark.parametrize("schedule", thinned(["none", "overlap"], slow=1, whole=True))
 def test_a_checkpoint_sees_nothing_of_a_program_that_is_made_within_it(schedule):
-    """Nor do other hooks on what is saved, and selective checkpoints."""
+    """The same holds for selective checkpoints and other saved-tensor hooks."""
     contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.relu.default])
     model, (x, y) = net()
     for way in ("plain", "selective", "hooks"):
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_be_copied_has_one_program():
     ),
 )
 def test_models_of_the_suite(name, strategy, mesh):
-    """Half the batch, in evaluation."""
+    """Runs half the batch in evaluation mode."""
     model, args, kwargs = double(MODELS[name])
 
     def half(leaf):
@@ -413,7 +413,7 @@ def test_models_of_the_suite(name, strategy, mesh):
 
 
 class Remembering(nn.Module):
-    """Keeps what it has seen in a buffer, as a cache of keys does; its statistics are saved, and are no cache."""
+    """Keeps earlier values in a buffer, as a cache of keys does; its persistent buffer ``calls`` is no cache."""
 
     def __init__(self, length=6):
         super().__init__()
@@ -466,7 +466,7 @@ def test_a_cache_in_parts_takes_less_memory():
     asked = {"strategy": "megatron-1d", "mesh": (4,), "mode": "inference"}
     plans = [autotp.plan(model, autotp.Topology.flat(4), args, **asked) for model in models]
     grown = plans[1].predicted.memory_bytes - plans[0].predicted.memory_bytes
-    # What rests, and its new value, a part of either.
+    # The cache at rest and its new value, each sharded.
     assert grown == pytest.approx(2 * (models[1].seen.nbytes - models[0].seen.nbytes) / 4, rel=0.1)
 
 
@@ -488,7 +488,7 @@ def test_a_program_that_only_reads_a_cache_takes_it_as_it_rests():
 
 
 class Given(nn.Module):
-    """A layer, and a function of the test that is its forward pass."""
+    """A layer whose forward pass is a function of the test."""
 
     def __init__(self):
         super().__init__()
@@ -573,7 +573,7 @@ def test_the_default_dtype_tells_programs_apart():
     for dtype in (usual, torch.float64, usual):
         torch.set_default_dtype(dtype)
         try:
-            torch.testing.assert_close(ours(x), model(x), rtol=1.3e-6, atol=1e-5)  # as of float32, in which it multiplies
+            torch.testing.assert_close(ours(x), model(x), rtol=1.3e-6, atol=1e-5)  # it multiplies in float32
         finally:
             torch.set_default_dtype(usual)
     assert [key.default for key in ours._programs.known] == [None, torch.float64]
@@ -583,7 +583,7 @@ def test_the_default_dtype_tells_programs_apart():
 @pytest.mark.slow
 def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     model, example = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval(), (torch.randn(4, 8),)
-    reference = copy.deepcopy(model)  # a model is not to be run while another thread captures it
+    reference = copy.deepcopy(model)  # a model must not run while another thread captures it
     served = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), example, mode="inference"), example)
     models = [copy.deepcopy(model) for _ in range(4)]
     asked, called = torch.is_grad_enabled, nn.Module.__call__
@@ -608,7 +608,7 @@ def test_threads_make_programs_and_plans_one_after_the_other(caplog):
     "how", thinned([nn.utils.weight_norm, nn.utils.spectral_norm, prune.l1_unstructured], first=1, slow=2, whole=True)
 )
 def test_weights_that_torch_computes_in_hooks_are_computed_in_every_program(how):
-    def made():  # torch cannot copy it
+    def made():  # torch cannot copy such a model
         torch.manual_seed(0)
         found = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 12)).double()
         how(found[0], *(("weight", 0.3) if how is prune.l1_unstructured else ()))
@@ -617,7 +617,7 @@ def test_weights_that_torch_computes_in_hooks_are_computed_in_every_program(how)
     x = torch.randn(8, 12).double()
     plain, model = made(), made()
     for each in (plain, model):
-        each(x)  # which leaves a weight that has a gradient function
+        each(x)  # leaves a weight that has a gradient function
     ours = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,), strategy="data"), (x,))
     for training, gradients, rows in itertools.product((True, False), (True, False), (8, 3)):
         with torch.set_grad_enabled(gradients):
@@ -662,7 +662,7 @@ def test_a_sharded_module_is_neither_traced_nor_exported(how):
 
 
 class Laid(nn.Module):
-    """Outputs whose dims lie in memory in other orders, as recurrent layers and convolutions make them."""
+    """Outputs whose dims are permuted in memory, as recurrent layers and convolutions return them."""
 
     def __init__(self):
         super().__init__()
@@ -677,7 +677,7 @@ class Laid(nn.Module):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("strategy", thinned(["megatron-1d", "data"], first=1, whole=True))
 def test_outputs_lie_as_the_models(strategy, schedule):
-    """Views of an output are views where the model's are, and what is written through them is seen."""
+    """Outputs have the model's strides: views of them are views where the model's are, and show writes through them."""
     torch.manual_seed(0)
     model, x = Laid().double(), torch.randn(8, 5, 8, **F64)
     ours = distributed(model, (x,), strategy, schedule=schedule)
@@ -709,7 +709,7 @@ def test_batches_of_gradients_are_errors(schedule):
 
 
 class Late(nn.Module):
-    """Evaluation changes an input in place, where a reshape of it is a view; training does not."""
+    """Changes an input in place through a reshape that is a view, in evaluation only."""
 
     def __init__(self):
         super().__init__()

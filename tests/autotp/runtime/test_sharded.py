@@ -1,4 +1,4 @@
-"""State in blocks and ``torch.distributed.checkpoint``, in one process; tests/torchrun_programs has more of them."""
+"""State in blocks and ``torch.distributed.checkpoint``, in one process; tests/torchrun_programs has further tests."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_state_of_another_plan_is_brought_into_the_layouts_of_parameters(mesh):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bfloat16, torch.complex64])
 def test_a_checksum_depends_on_values_alone(dtype):
-    """The labels of a batch of one, as a column, are contiguous by torch's word, and have the row's stride."""
+    """For torch, the column of labels of a batch of one is contiguous, although it has the row's stride."""
     column = torch.arange(6).reshape(1, 6).to(dtype)[:, 2]
     assert checksum(column) == checksum(torch.full((1,), 2, dtype=dtype)) != checksum(torch.full((1,), 3, dtype=dtype))
     square = torch.arange(12).reshape(3, 4).to(dtype)

@@ -1,4 +1,4 @@
-"""What a distributed module has beside its parts, in a process group of one: data, methods, modes of the model's own."""
+"""The data, methods and modes of the model's own that a distributed module keeps, in a process group of one."""
 
 import collections
 import copy
@@ -34,7 +34,7 @@ class Net(nn.Module):
         return self.head(self.act(self.norm(self.inner(x))))
 
     def train(self, mode=True):
-        """Normalisation stays in evaluation."""
+        """Keeps normalisation in evaluation mode."""
         super().train(mode)
         self.norm.eval()
         return self
@@ -81,11 +81,11 @@ def test_data_is_read_and_not_changed():
         with pytest.raises(autotp.AutotpError, match="the graph cannot follow a change"):
             wrong()
     assert parallel.act is torch.tanh and copy.deepcopy(parallel).options == {"size": 1}
-    parallel.tag = torch.zeros(2)  # one of the user's own
+    parallel.tag = torch.zeros(2)  # an attribute that the user adds
 
 
 class Block(nn.Module):
-    """It has data of its class's, and its own instead of some."""
+    """Has class attributes, some of which its instances override."""
 
     scale, names, mode = 1.0, [], "plain"
     table: ClassVar = {"inner": {"k": 1.0}}
@@ -122,7 +122,7 @@ def test_data_of_classes_and_private_data(change, part):
         block = module[0] if part else module
         with pytest.raises(autotp.AutotpError, match="the graph cannot follow a"):
             CHANGES[change](block)
-        block.names, block.mode = ["a"], "plain"  # as they are
+        block.names, block.mode = ["a"], "plain"  # equal values may be assigned
         assert (block.scale, block.names, block._gain) == (5.0, ("a",), 2.0)
     assert (Block.names, Block.table) == ([], {"inner": {"k": 1.0}})
 
@@ -145,7 +145,7 @@ class Settings(Registered, key="settings"):
 
 
 class Configured(nn.Module):
-    """Its data is of classes of many kinds, and the class has others in their place."""
+    """Attributes of many types, in the place of class attributes that are None."""
 
     sizes = settings = space = ordered = None
 
@@ -210,11 +210,11 @@ class Scaled(nn.Module):
         return x * self.weight
 
     def __repr__(self):
-        return f"Scaled({self.size})"  # which it has not
+        return f"Scaled({self.size})"  # an attribute that it lacks
 
 
 class Strict(nn.Module):
-    """A class that none may inherit from."""
+    """A class that cannot be subclassed."""
 
     def __init_subclass__(cls):
         raise TypeError
@@ -258,7 +258,7 @@ def test_parts_are_copied_and_not_pickled():
 
 
 class Taking(nn.Module):
-    """The first of what a model returns."""
+    """Returns the first of a model's outputs."""
 
     def __init__(self, model):
         super().__init__()
@@ -276,7 +276,7 @@ def test_a_module_on_another_device_is_not_called():
 
 
 class Leaving(Net):
-    """Its forward pass leaves things behind, in evaluation more of them."""
+    """Its forward pass sets attributes, and more of them in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ def test_what_forward_leaves_behind_can_be_read():
 
 
 class Answers(nn.Linear):
-    """What it leaves and returns depends on its mode; the graphs do not."""
+    """The attributes that it sets and the structure of its output depend on its mode; its graphs do not."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -407,7 +407,7 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
             with pytest.raises(autotp.AutotpError, match="parameters of the model that was distributed, not those of the"):
                 wrong.step(*args, **kwargs)
     again = autotp.parallelize(model, None, (X,), strategy="data")
-    for other in (again, copy.deepcopy(model), plain):  # as ever, without gradients
+    for other in (again, copy.deepcopy(model), plain):  # without gradients, as usual
         torch.optim.SGD(other.parameters(), lr=0.1).step()
     for trained in (parallel, again, model, plain):
         for made in (torch.optim.SGD(trained.parameters(), lr=0.1), torch.optim.LBFGS(trained.parameters(), max_iter=1)):
@@ -419,7 +419,7 @@ def test_an_optimizer_of_the_models_own_parameters_is_an_error():
                 gradients(trained, made)
                 made.step()
             assert not torch.equal(weight, trained.head.weight)
-    gradients(again, torch.optim.SGD(again.parameters(), lr=0.1))  # the gradients of another module of the same model
+    gradients(again, torch.optim.SGD(again.parameters(), lr=0.1))  # gradients of another module of the same model
     model.zero_grad()
     with pytest.raises(autotp.AutotpError, match="parameters of the model that was distributed, not those of the"):
         torch.optim.SGD([*again.parameters(), model.head.weight], lr=0.1).step()
@@ -477,7 +477,7 @@ def test_the_graph_is_for_reading(schedule):
 
 
 def test_the_callers_default_device_may_be_meta():
-    """As where models without values are made: parts, new programs and comparisons have values all the same."""
+    """As where models are created without values: shards, new programs and comparisons have values nevertheless."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         parallel = autotp.parallelize(
@@ -485,7 +485,7 @@ def test_the_callers_default_device_may_be_meta():
         )
     real = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).apply(_ones)
     with torch.device("meta"):
-        torch.testing.assert_close(parallel(X), real(X))  # of other rows than the example
+        torch.testing.assert_close(parallel(X), real(X))  # with other rows than the example
     for switch in (torch.device("meta"), torch.no_grad(), torch.inference_mode()):
         with switch:
             found = autotp.verify(real, parallel.plan, (torch.ones(8, 4, device="cpu"),))
@@ -493,7 +493,7 @@ def test_the_callers_default_device_may_be_meta():
 
 
 class Writer(nn.Module):
-    """Generates as small models do, in a method of its own."""
+    """Generates with a method of its own, as small models do."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradients of gradients: penalties on gradients and products with the Hessian, eager and scheduled."""
+"""Gradients of gradients: gradient penalties and products with the Hessian, eager and scheduled."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_gradients_of_gradients_draw_the_same_dropout():
 
 
 class Attending(nn.Module):
-    """Attention that drops some of its weights."""
+    """Attention with dropout."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks learn of each other while they wait: by records in a store."""
+"""What waiting ranks learn about each other from records in a store."""
 
 import gc
 import subprocess
@@ -22,7 +22,7 @@ from passes.world.whereabouts import CollectiveError, Whereabouts
 
 
 class Work:
-    """A collective that takes some slices of waiting, and may fail."""
+    """A fake collective that ends after a number of waiting slices, with ``error`` if given."""
 
     def __init__(self, slices, error=None):
         self.left, self.error = slices, error
@@ -59,7 +59,7 @@ def test_all_ranks_learn_of_calls_that_differ():
     assert all(each.whereabouts.problem is None for each in ranks)
     for each in ranks:
         each.whereabouts.called("evaluation" if each.rank == 2 else "training")
-    ranks[0].whereabouts.called("training")  # one may be ahead
+    ranks[0].whereabouts.called("training")  # one rank may be ahead
     for each in (*ranks, *ranks):
         each.look()
     for each in ranks:
@@ -74,7 +74,7 @@ def test_all_ranks_learn_of_calls_that_differ():
 def test_calls_that_ranks_compare_are_no_problem_unless_one_does_not():
     first, second = watches(2)
     first.whereabouts.called("training", checked=True)
-    second.whereabouts.called("evaluation", checked=True)  # which both are told, and go on
+    second.whereabouts.called("evaluation", checked=True)  # the comparison tells both, which go on
     for each in (first, second, first):
         each.look()
     for each in (first, second):
@@ -96,7 +96,7 @@ def test_a_rank_that_waits_long_says_where_the_others_are(caplog):
         each.whereabouts.called("training")
     ranks[0].whereabouts.waiting = ranks[1].whereabouts.waiting = What()
     for _ in range(12):
-        for each in ranks[:2]:  # the last is stopped after a while
+        for each in ranks[:2]:  # the last rank stops after a while
             each.look()
         if ranks[2].beat < 2:
             ranks[2].look()
@@ -127,7 +127,7 @@ def test_a_rank_whose_module_is_gone_is_not_lost(monkeypatch):
 
 
 def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
-    """As that of a process which is stopped."""
+    """For example, the store of a stopped process."""
     (watch,), answers = watches(1, patience=0.1), threading.Event()
     watch.whereabouts.job = watch
     monkeypatch.setattr(watch, "store", SimpleNamespace(check=lambda _: answers.wait() and False))
@@ -135,7 +135,7 @@ def test_a_store_that_gives_no_answer_is_not_waited_for(monkeypatch):
         before = time.monotonic()
         with pytest.raises(CollectiveError, match="linear_1 in blocks.2 failed: too late. The job's store gives no"):
             watch.whereabouts.wait(Work(1, RuntimeError("too late")), What(), sliced=True)
-    assert time.monotonic() - before < 0.1  # the others did not ask again
+    assert time.monotonic() - before < 0.1  # later calls did not ask the store again
     assert str(watch.failed(RuntimeError("lost"), "linear")).startswith("rank 0 failed at linear: RuntimeError: lost")
     answers.set()
     watch._asking.join()
@@ -283,7 +283,7 @@ beginning.join()
 
 
 def test_a_stack_is_read_while_other_threads_become_known_to_python():
-    """`faulthandler.dump_traceback` reads these too, which ends Python 3.11 within a second here."""
+    """`faulthandler.dump_traceback` also reads these threads, which ends Python 3.11 within a second here."""
     subprocess.run([sys.executable, "-c", _FOREIGN_THREADS], check=True, timeout=120)
 
 

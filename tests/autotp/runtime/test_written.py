@@ -1,4 +1,4 @@
-"""Parameters and inputs that a model changes in place are changed as by the model; see also the program of that name."""
+"""Parameters and inputs that a model changes in place change as in the model; see also torchrun_programs/written.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_attributes_that_carry_something_are_buffers_of_the_distributed_module(o
         module(x)
         module.eval()
         with torch.no_grad():
-            module(x[:4])  # another program
+            module(x[:4])  # runs another program
     assert parallel.recent.calls == model.recent.calls == 2
     assert parallel.state_dict().keys() == model.state_dict().keys()
     for name in ("mean", "kept", "one", "other"):
@@ -190,7 +190,7 @@ def test_a_change_of_a_copy_in_another_dtype_is_refused():
 
 
 def _beside(model, args, *calls, strategy="zero3"):
-    """Results and gradients of the model, and of its simulation, for every call after the plan's."""
+    """Whether results, inputs, gradients and parameters of model and simulation agree, for every call after the plan's."""
     plain, found = copy.deepcopy(model), []
     simulated = autotp.simulate(
         model, autotp.plan(model, autotp.Topology.flat(2), args, strategy=strategy, mesh=(2,)), args
@@ -251,7 +251,7 @@ def test_a_parameter_is_a_leaf_whatever_it_held(function, weight):
 
 
 def _writes(changed, read=lambda x: x):
-    """A program that changes ``changed(x)`` in place, and then reads ``read(x)``, which it took before."""
+    """Returns a program that takes ``read(x)``, changes ``changed(x)`` in place, and then uses what it took."""
 
     def program(self, x):
         seen = read(x)
@@ -297,7 +297,7 @@ def test_what_is_a_copy_or_not_by_strides_has_a_program_for_each_kind(kind):
 
 
 def _only_copies_are_read(self, x):
-    made = self.head(x).contiguous()  # however x lies
+    made = self.head(x).contiguous()  # whatever the strides of x
     other = made.reshape(4, 16)
     other.mul_(2)
     nn.functional.relu(made, inplace=True)
@@ -423,7 +423,7 @@ def test_a_default_that_is_a_tensor_is_an_input():
 
 
 class _Shown(nn.Module):
-    """A buffer is a view of another, which evaluation changes."""
+    """``shown`` is a view of ``whole``, which evaluation changes in place."""
 
     def __init__(self):
         super().__init__()
@@ -445,7 +445,7 @@ def test_what_shares_memory_does_so_in_later_programs():
 
 
 class _Kept(nn.Module):
-    """What it was given last, and a table that no state dict has."""
+    """Keeps its last input in a buffer; ``table`` is a plain tensor, which no state dict has."""
 
     def __init__(self):
         super().__init__()
@@ -521,7 +521,7 @@ def test_closures_are_followed_or_refused(one_rank):
     plan, before = autotp.plan(model, autotp.Topology.flat(1), (x,)), copy.deepcopy(model.state_dict())
     assert autotp.verify(model, plan, (x,)).right
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    del model.lock  # a copy is made for further programs
+    del model.lock  # further programs need a copy of the model
     parallel = autotp.parallelize(model, autotp.Topology.flat(1), (x,), plan=plan)
     assert torch.allclose(parallel(x), model(x))
     with pytest.raises(autotp.AutotpError, match="holds the model itself|changes .c_.* in place, which is a constant"):

@@ -123,7 +123,7 @@ def test_what_cannot_be_planned_is_named(tmp_path, change, why):
 
 @pytest.mark.parametrize("change", [{"hidden": 250}, {"architecture": "llama", "kv_heads": 3}])
 def test_sizes_that_do_not_go_together_are_named(tmp_path, change):
-    """The message was torch.export's, of a model that nobody wrote."""
+    """Regression: the message was torch.export's, about a model that the user did not write."""
     (run, _), _ = runs_of(tmp_path, {"heads": 4, **change}, {"id": "b"})
     with pytest.raises(AutotpError, match="each has to be a multiple of the next"):
         predicted(run)
@@ -274,7 +274,7 @@ def test_the_shipped_table_is_read():
 
 @pytest.mark.exact
 def test_published_runs_are_predicted_well():
-    """Runs that no figure was fitted to: another cluster, another program, another kind of H100."""
+    """Runs to which no figure was fitted: another cluster, another program, another kind of H100."""
     runs, _ = read_runs(Path(__file__).parents[3] / "benchmarks" / "published.toml")
     chosen = [run for run in runs if run.name in ("titan-8b-8g-fsdp-compile", "titan-8b-64g-tp8-async-bf16")]
     assert len(chosen) == 2

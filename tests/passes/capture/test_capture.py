@@ -1,4 +1,4 @@
-"""Capturing: the normalised graph computes what the model computes, gradients and buffers included."""
+"""Capture: the normalised graph computes what the model computes, including gradients and buffers."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _categorical(_: nn.Module, y: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("made", [_normal, _categorical])
 def test_distributions_do_not_check_values(made: Any) -> None:
-    Distribution.set_default_validate_args(True)  # torch.compile takes that back
+    Distribution.set_default_validate_args(True)  # torch.compile undoes it
     check(program(made), image(4, 8))
     with pytest.raises(CaptureError, match="data-dependent"):
         capture(program(functools.partial(_normal, validate=True)), (image(4, 8),))

@@ -1,4 +1,4 @@
-"""Functionalising: programs that write in place, through views and under no_grad mean what they meant."""
+"""Functionalisation: programs that write in place, through views and under no_grad keep their meaning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _through_views(self: Any, y: torch.Tensor) -> Any:
 
 
 def _windows(self: Any, y: torch.Tensor) -> Any:
-    """Kernels that scatter into windows that share memory write to all of them: a copy of these is not the same."""
+    """Kernels that scatter into overlapping windows write to all of them; a copy of the windows has no overlap."""
     copied, cast = y.unfold(1, 3, 2).clone(), y.unfold(1, 3, 2) + 0
     copied[..., 2:] = 0.5
     cast[..., 0].mul_(2)
@@ -226,7 +226,7 @@ def test_programs(function: Any) -> None:
 
 
 def test_what_is_overwritten_has_a_gradient_of_zeros() -> None:
-    """An optimizer with weight decay decays its parameters, as without a gradient it would not."""
+    """An optimizer with weight decay decays such parameters, which it would not without a gradient."""
     model, x = program(lambda self, y: (y * 1.5).copy_(torch.ones(y.shape[1])) * self.scale).double(), image(4, 8)
     model.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
     check(model, x)
@@ -248,7 +248,7 @@ def test_one_spelling() -> None:
         "flatten.using_ints",
     )
     assert not found & {f"aten.{name}" for name in (*gone, "add.Tensor", "mul.Tensor")}
-    assert spelled.index("aten.clone.default") == len(spelled) - 1  # the model gives a copy of what it made
+    assert spelled.index("aten.clone.default") == len(spelled) - 1  # the model returns a copy of its result
     assert "aten.split_with_sizes.default" in targets(check(program(_split), image(4, 8)))
     assert targets(check(program(_dropped), image(4, 8))) == [
         "aten.linear.default",
@@ -290,13 +290,13 @@ _WRITES: dict[str, Any] = {
 
 
 def _random_program(seed: int) -> Any:
-    """Four views, most of them of earlier views, and a write to one of all views after each."""
+    """Four views, mostly of earlier views, and a write to one of all views after each of them."""
     chance = random.Random(seed)
     views = [(chance.choice(list(_VIEWS)), chance.randrange(8), chance.randrange(4)) for _ in range(4)]
     writes = [(chance.choice(list(_WRITES)), chance.randrange(8), chance.randrange(4)) for _ in range(4)]
 
     def function(self: Any, y: torch.Tensor) -> Any:
-        # A buffer must not come to hold values with a gradient; anything else may. Under no_grad it gets values without.
+        # A buffer must not receive values that require a gradient; other tensors may. Under no_grad, values require none.
         buffer, fixed = seed % 3 == 0, seed % 6 == 0
         seen = [self.state.view(2, 4) if buffer else y * 2]
         for (view, of, i), (write, to, j) in zip(views, writes, strict=True):
@@ -317,7 +317,7 @@ def test_random_writes_through_views(seed: int) -> None:
 
 
 def test_a_write_to_what_only_a_real_kernel_lays_out_anew_is_refused() -> None:
-    """torch.export drops ``contiguous``, as the fake result has other strides; kernels in the programs have equal ones."""
+    """torch.export drops ``contiguous``, as fake and real result differ in strides, which they do not in the programs."""
 
     def copied(self: Any, y: torch.Tensor) -> Any:
         y = nn.functional.logsigmoid(y.t()).t()
@@ -345,7 +345,7 @@ def test_writes_to_an_angle_of_complex_numbers():
 
 
 def test_inputs_keep_their_strides() -> None:
-    """A copy of an expanded input has other strides, and what is contiguous then is not in the model."""
+    """A copy of an expanded input has other strides, with which views are contiguous that are not in the model."""
 
     class Expanded(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -358,7 +358,7 @@ def test_inputs_keep_their_strides() -> None:
 
 
 def test_a_write_to_what_only_a_real_kernel_makes_contiguous_is_refused() -> None:
-    """Here ``contiguous`` copies the fake result, and gives the real one itself."""
+    """Here, ``contiguous`` copies the fake result, but returns the real one itself."""
 
     def written(self: Any, y: torch.Tensor) -> Any:
         y = nn.functional.logsigmoid(y.t())
@@ -371,7 +371,7 @@ def test_a_write_to_what_only_a_real_kernel_makes_contiguous_is_refused() -> Non
 
 @pytest.mark.parametrize("operator", ["copysign", "xlogy", "logical_or"])
 def test_a_write_to_what_only_a_fake_kernel_makes_contiguous_is_refused(operator: str) -> None:
-    """The fuzzer's finding: the programs above permuted nothing before an operator of two operands."""
+    """Found by the fuzzer: the programs above do not permute operands of a binary operator."""
 
     def written(self: Any, y: torch.Tensor) -> Any:
         y = getattr(torch, operator)(y.t(), y.t().contiguous().flip(0)).t()
@@ -404,7 +404,7 @@ def swap_(x: torch.Tensor, y: torch.Tensor) -> None:
 
 @torch.library.custom_op("test_writes::swap", mutates_args=())
 def swap(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return x * 100  # the name says nothing
+    return x * 100  # unrelated to its name
 
 
 swap.register_fake(lambda x, y: torch.empty_like(x))
@@ -417,7 +417,7 @@ def fill(x: torch.Tensor | None) -> None:
 
 
 class Writer(nn.Module):
-    """Changes copies of its inputs, a view of one, and a buffer by operators of its own."""
+    """Changes copies of its inputs, a view of one, and a buffer in place, by custom operators."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Functions with gradients of their own, and hooks on gradients: what a captured graph holds, and what it refuses."""
+"""Custom autograd functions, and hooks on gradients: what a captured graph holds, and what capture refuses."""
 
 import copy
 import operator
@@ -23,7 +23,7 @@ from passes.rules.table import name_of
 
 
 class Scaled(torch.autograd.Function):
-    """Several results, of which one has no gradient and one is no tensor, and a gradient that is not its forward's."""
+    """Several results, one without a gradient and one that is no tensor; its gradient is not that of its forward."""
 
     @staticmethod
     def forward(ctx, x, scale, weight, unused=None):
@@ -88,7 +88,7 @@ def test_arguments_by_keyword(function):
 
 
 class Straight(torch.autograd.Function):
-    """In two parts, as torch's newer functions are."""
+    """Has a separate ``setup_context``, as torch's newer functions do."""
 
     generate_vmap_rule = True
 
@@ -123,7 +123,7 @@ def quantised():
 
 
 class Rerun(torch.autograd.Function):
-    """Keeps nothing of its layers but the sum; the backward pass runs them again, and adds to their own gradients."""
+    """Saves only its input; the backward pass runs the layers again, which also adds to their own gradients."""
 
     @staticmethod
     def forward(ctx, x, layers, scale):
@@ -140,7 +140,7 @@ class Rerun(torch.autograd.Function):
 
 
 class Residual(nn.Module):
-    """Layers that a function is given, one of which is also called by itself, and one with a buffer."""
+    """Layers that a function is given and that are also called directly, one of them with a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ def residual():
 
 
 def tied():
-    """Both layers, which a function is given, have one weight."""
+    """The two layers that the function is given share one weight."""
     model, x = residual()
     model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]).double()
     model.layers[1].weight = model.layers[0].weight
@@ -167,7 +167,7 @@ def tied():
 
 
 def gradients_of(module, model, x):
-    """Those that the backward pass leaves, also as a side effect."""
+    """The loss, and the gradients after the backward pass, including those that are side effects."""
     model.zero_grad()
     loss = module(x)
     loss.backward()
@@ -240,7 +240,7 @@ class InPlace(torch.autograd.Function):
 
 
 class Calls(nn.Module):
-    """Does something with what a layer gives, before the next."""
+    """Applies a function to the result of a layer, before the next layer."""
 
     def __init__(self, does):
         super().__init__()
@@ -410,7 +410,7 @@ class Counts(nn.Module):
     ],
 )
 def test_what_changes_in_python_is_warned_of(way, named, caplog):
-    """The graph has one value of it, and the model is left as it was."""
+    """The graph has one value of such state, and capture leaves the model unchanged."""
     model = Counts(way)
     with caplog.at_level("WARNING", "autotp.capture"):
         capture(model, (torch.randn(2, 4),))
@@ -420,7 +420,7 @@ def test_what_changes_in_python_is_warned_of(way, named, caplog):
 
 
 class Momentum(nn.Module):
-    """A teacher that follows a student in every call, which also leaves a tensor on the module."""
+    """A teacher that follows a student in every call, which also sets a tensor on the module."""
 
     def __init__(self):
         super().__init__()
@@ -441,13 +441,13 @@ def test_what_is_asked_of_a_model_leaves_its_parameters_as_they_are():
     plain = copy.deepcopy(model)
     ours = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), (x,)), (x,))
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
-    for rows in (4, 2, 4):  # the second program is made of a copy without memory
+    for rows in (4, 2, 4):  # the second program is captured from a copy without memory
         torch.testing.assert_close((ours(x[:rows]), ours.aux), (plain(x[:rows]), plain.aux), rtol=1e-9, atol=0)
         torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-9, atol=0)
 
 
 class Late(nn.Module):
-    """Buffers that the first call makes, beside one that each call changes."""
+    """Buffers that the first call creates, beside one that each call changes."""
 
     def __init__(self, norm):
         super().__init__()
@@ -548,7 +548,7 @@ def test_tensors_that_forward_leaves_are_there(way, path, outputs, caplog):
 
 
 class Borrows(nn.Module):
-    """Computes with parameters that are no module's."""
+    """Computes with parameters that belong to no module."""
 
     def __init__(self, prompt):
         super().__init__()
@@ -593,7 +593,7 @@ def test_zeros_of_a_fast_path_are_warned_of(padded, caplog):
 
 
 class Sets(nn.Module):
-    """Sets what it has by other ways than assignment."""
+    """Changes its tensors, also in other ways than by assignment."""
 
     def __init__(self, way):
         super().__init__()
@@ -621,7 +621,7 @@ def test_a_buffer_that_is_set_is_changed(way, caplog):
 
 
 class Becomes(nn.Module):
-    """Gives what it has another dtype or shape."""
+    """Replaces its tensor by one of another dtype or shape."""
 
     def __init__(self, held, function, registered):
         super().__init__()
@@ -651,11 +651,11 @@ def test_a_tensor_of_another_kind_is_refused_if_the_next_call_needs_it(registere
         capture(nn.Sequential(model) if nested else model, (torch.randn(3, 4),))
     said = [record.getMessage().split(",")[0] for record in caplog.records if record.name == "autotp.capture"]
     changes = "Sequential: forward changes 0.held" if nested else "Becomes: forward changes held"
-    assert said == [changes] * registered  # a plain attribute gets what the call leaves there
+    assert said == [changes] * registered  # a plain attribute keeps what the call assigns
 
 
 class Replaces(nn.Module):
-    """Replaces a buffer by what no change in place is the same as."""
+    """Replaces a buffer in ways that are equivalent to no change in place."""
 
     def __init__(self, way):
         super().__init__()
@@ -707,7 +707,7 @@ def test_new_data_of_a_tensor_is_refused(way):
 
 
 class Masked(nn.Module):
-    """Writes to the data of tensors, as masked convolutions do."""
+    """Writes to the ``data`` of tensors, as masked convolutions do."""
 
     def __init__(self, way):
         super().__init__()
@@ -759,7 +759,7 @@ def test_data_that_autograd_may_have_kept_is_not_changed(way):
 
 
 class Shares(nn.Module):
-    """Its modules share a list, and one of them has two names."""
+    """Its modules share a list, and one of them is registered under two names."""
 
     def __init__(self):
         super().__init__()
@@ -817,7 +817,7 @@ def test_what_torch_changes_for_itself_is_not_warned_of(caplog):
 
 
 class Ranges(nn.Module):
-    """Ranges between parameters: torch gives these no gradient of them, though the operators' results ask for one."""
+    """Ranges between parameters: torch gives the parameters no gradient from them, though the results require one."""
 
     def __init__(self):
         super().__init__()

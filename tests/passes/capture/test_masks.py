@@ -1,6 +1,6 @@
-"""Masks that constants decide are taken for what they say, and no others are.
+"""Masks that constants determine are recognised for what they mean, and no others are.
 
-transformers' models were exact with their masks written out, so nothing showed that attention was computed the slow way.
+transformers' models were exact with explicit masks, so no test showed that attention was computed the slow way.
 """
 
 import pytest
@@ -172,7 +172,7 @@ DECIDED = {
 
 @pytest.mark.parametrize("name", thinned(DECIDED, first=4, slow=4, whole=True))
 def test_constants_decide_sizes(name):
-    """A mask that the model writes out selects as much in every call; torch.export counts it anew in each."""
+    """A mask that the model computes selects equally many elements in each call; torch.export counts them anew."""
     model, x = program(DECIDED[name]), image(8, 8)
     model.mask = torch.tensor([True, False] * 4)
     check(model, x)
@@ -199,7 +199,7 @@ def test_data_does_not(select):
 
 def test_what_is_too_large_is_not_computed(monkeypatch):
     model, x = program(lambda self, y: y[odd()] + torch.ones(100).sum()), torch.randn(8, 8)
-    monkeypatch.setattr(masks, "_KEPT", 8 + 8 + 8 - 1)  # of whole numbers, their remainders, and whether these are 1
+    monkeypatch.setattr(masks, "_KEPT", 8 + 8 + 8 - 1)  # the numbers, their remainders, and whether these are 1
     with pytest.raises(CaptureError, match="depends on data"):
         capture(model, (x,))
     monkeypatch.setattr(masks, "_KEPT", 8 + 8 + 8)
@@ -207,7 +207,7 @@ def test_what_is_too_large_is_not_computed(monkeypatch):
 
 
 def test_of_inputs_alone():
-    """Constants stand before inputs, where there is nothing else before these."""
+    """Constants precede inputs, also where no other placeholder precedes the inputs."""
 
     class Alone(torch.nn.Module):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Precision: what a policy makes of a captured graph, and what contradicts it."""
+"""Precision policies: what they make of a captured graph, and what contradicts them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_parameters_are_seen_as_they_are_used_and_note_how_they_rest() -> None:
     assert all(node.meta["val"].dtype == torch.bfloat16 for node in held)
     assert {note_of(node).cast for node in held} == {Cast(torch.float32, torch.bfloat16, torch.float32)}
     assert captured.precision == "bf16-mixed"
-    # The model is as it was: no cast parameters, and no hooks.
+    # The model is unchanged: no cast parameters, and no hooks.
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
@@ -94,7 +94,7 @@ def test_an_unknown_precision_is_refused(wrong: object) -> None:
 def test_parameters_that_are_narrow_already_contradict_a_policy() -> None:
     with pytest.raises(AutotpError, match=r"parameter 0\.weight is bfloat16 already.*model\.float\(\)"):
         capture(_mlp().bfloat16(), (torch.randn(4, 8),), precision="bf16-mixed")
-    # Their gradients' sums alone may be wider.
+    # Only the sums of their gradients may be wider.
     captured = capture(_mlp().bfloat16(), (torch.randn(4, 8).bfloat16(),), precision="reduce_dtype=float32")
     assert {note_of(n).cast for n in captured.graph_module.graph.nodes if n.name in captured.parameters} == {
         Cast(torch.bfloat16, torch.bfloat16, torch.float32)
@@ -108,7 +108,7 @@ def test_inputs_in_another_dtype_than_the_parameters_contradict_a_policy() -> No
 
 
 class _Norm(nn.Module):
-    """A batch norm by hand: nothing says that its parameters are to stay."""
+    """A batch norm by hand: nothing marks its parameters as exempt from the cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_parameters_in_another_dtype_than_statistics_contradict_a_policy() -> No
     ],
 )
 def test_dtypes_that_torch_has_no_kernel_for_are_refused(model, args):
-    """Fake tensors take them all."""
+    """Fake tensors accept all of them."""
     try:
         model(*args)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Resharding: whatever the layouts, the parts after the steps are those of the whole tensor."""
+"""Resharding: for any two layouts, the parts after the steps are those of the whole tensor."""
 
 import itertools
 
@@ -19,7 +19,7 @@ MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 2, 2), (3, 2, 2)]
 
 @st.composite
 def layouts(draw, shape, mesh):
-    """A layout that exists: axes are placed one after the other, where they still fit."""
+    """Draws a valid layout: axes are placed one after the other, where they still fit."""
     layout = [Replicate() for _ in mesh]
     for axis in range(len(mesh)):
         options = [Replicate(), Partial()]
@@ -31,7 +31,7 @@ def layouts(draw, shape, mesh):
 
 
 def parts_of(shape, layout, world):
-    """(parts, whole): random addends along partial axes."""
+    """Returns (parts, whole), with random addends along partial axes."""
     partial = [a for a, p in enumerate(layout) if isinstance(p, Partial)]
     addends = {}
     for at in world.hosted:
@@ -82,7 +82,7 @@ def test_which_collective_a_change_needs(source, target, kinds):
 
 @pytest.mark.parametrize("layout", [(place(0), place(0)), (place(0), place(1))], ids=str)
 def test_the_outer_axis_moves_what_is_smallest(layout):
-    """Its links are the slow ones: what two axes shard is scattered within nodes first, and joined between them first."""
+    """Its links are slow: with both axes sharded, tensors are scattered within nodes first, and gathered between first."""
     partial, whole = (Partial(), Partial()), (Replicate(), Replicate())
     scatter = [(m.step.kind, m.step.axes, m.elements) for m in moves((8, 8), partial, layout, (2, 4))]
     assert scatter == [("reduce_scatter", (1,), 64), ("reduce_scatter", (0,), 16)]
@@ -102,7 +102,7 @@ def test_blocks_that_do_not_line_up_do_not_exist():
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_a_layout_fits_if_no_device_is_left_empty(data):
-    """Also on nested uneven cuts, where the last chunk alone had been looked at."""
+    """Also for nested uneven splits, of which only the last chunk used to be checked."""
     mesh = data.draw(st.sampled_from([(2, 4), (4, 2), (2, 3), (3, 2), (2, 2, 2), (3, 3), (2, 3, 2)]))
     shape = (data.draw(st.sampled_from([*range(1, 31), 36, 48])), data.draw(st.integers(0, 2)))
     options = data.draw(st.sampled_from([(1,), (1, 2, 3, 4, 6)]))
@@ -112,7 +112,7 @@ def test_a_layout_fits_if_no_device_is_left_empty(data):
 
 
 def rests(size, layout, mesh):
-    """Whether every device has a part of a dim and the same of every block, looked at device by device."""
+    """Whether every device has a part of a dim, and an equal part of every block, checked for each device."""
     every = [local_shape((size,), layout, mesh, at)[0] for at in itertools.product(*map(range, mesh))]
     cuts = splits(layout, 0, mesh)
     if all(blocks_of(layout[cut.axis]) == 1 for cut in cuts):
@@ -140,7 +140,7 @@ def rests(size, layout, mesh):
     ids=str,
 )
 def test_what_torch_puts_together_again(layout, together):
-    """tests/torchrun_programs/special.py asks torch."""
+    """tests/torchrun_programs/special.py compares with torch."""
     assert restorable(layout, (2, 2)) == together
     assert restoring(codes([layout, (Replicate(), Partial())]), (2, 2)).tolist() == [together, True]
 

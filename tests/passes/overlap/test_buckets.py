@@ -1,4 +1,4 @@
-"""Which collectives travel together."""
+"""Which collectives are merged into one message."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from passes.overlap.primitives import COLLECTIVE_OF, axes_of
 
 @pytest.mark.parametrize(("contention", "count"), [(1.0, 1.0), (0.5, 3.0), (0.0, 18**0.5)])
 def test_buckets_are_as_many_as_are_worth_their_latency(contention, count):
-    """Of 19 latencies 18 are spent on bytes, of which computing may hide a share."""
+    """18 of 19 latencies are spent on bytes, a share of which computation may hide."""
     device = dataclasses.replace(autotp.Topology.load("cpu").device, contention=contention)
     prices = Prices(autotp.Topology.flat(2, bandwidth="1 GB/s", latency="100 us", device=device), (2,))
     nothing = prices.collective("all_reduce", (0,), 0.0)[0]
@@ -71,7 +71,7 @@ def test_collectives_of_two_groups_travel_apart():
     model, args = tokens()
     whole = dataclasses.replace(
         autotp.FAMILIES["megatron-1d"], roles=lambda _: ["dw"]
-    )  # gradients are summed up, not scattered
+    )  # gradients are all-reduced, not reduce-scattered
     found = traced(model, args, planned(model, args, whole, (2, 2)))
     nodes = list(found.cut.backward.nodes)
     groups = [{axes_of(nodes[i].target, nodes[i].args) for i in members} for members in found.buckets(lambda *_: 1e9)[1]]
@@ -81,7 +81,7 @@ def test_collectives_of_two_groups_travel_apart():
 
 
 def test_what_is_sent_on_travels_in_one_message_where_nothing_hides():
-    """Gradients that are scattered within nodes and then between them, and as many as memory allows."""
+    """Gradients that are scattered within nodes and then between them are merged, as many as memory allows."""
     model, args = tokens()
     found = traced(model, args, planned(model, args, "zero3", (2, 2)))
     nodes = list(found.cut.backward.nodes)
@@ -109,7 +109,7 @@ def test_buckets_do_not_hold_up_what_another_chunk_waits_for():
 
 
 def products(node, step):
-    """The matrix products that a node comes after (``all_input_nodes``) or before (``users``)."""
+    """The matrix products that a node depends on (``all_input_nodes``) or that depend on it (``users``)."""
     seen, pending = set(), [node]
     while pending:
         near = set(getattr(pending.pop(), step)) - seen

@@ -1,4 +1,4 @@
-"""Sums of products as one product: the same numbers, and only where it pays."""
+"""Sums of products computed as one product: the same numbers, and only where it pays."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Marks that a trace leaves on nodes, for the modules that they come from."""
+"""Marks that tracing leaves on nodes, which tell the modules that they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions on channels-last tensors: the same numbers, and nothing laid out between one and the next."""
+"""Convolutions on channels-last tensors: the same numbers, and no change of memory format between convolutions."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 class Mixed(nn.Module):
-    """Convolutions between operators that ask for elements in order: views, attention over pixels, a linear layer."""
+    """Convolutions between operators that require contiguous elements: views, attention over pixels, a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def total(outputs):
             (mixed, "tensor3d", (2, 2)),
             (unet, "auto", (2, 2)),
             (unet, "tensor3d", (2, 2)),
-            (resnet, "tensor3d", (2, 2)),  # three channels of an image on two devices
+            (resnet, "tensor3d", (2, 2)),  # two devices share three image channels
         ],
         first=1,
     ),

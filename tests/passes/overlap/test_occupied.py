@@ -1,4 +1,4 @@
-"""The device time and the time on each level of the network that communication takes, concurrently."""
+"""The device time and the time on each network level that communication occupies concurrently."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ COPYING = (torch.ops.aten.clone.default, torch.ops.aten.cat.default, torch.ops.a
 
 
 def two_levels(slower=10.0, within=1.0, between=0.2):
-    """Two nodes of two devices, with the levels' contention."""
+    """Two nodes of two devices, with the contention of each level."""
     inner = Level("node", 2, RATE, LATENCY, contention=within)
     return Topology("nodes", DEVICE, (inner, Level("network", 2, RATE / slower, LATENCY, contention=between)))
 
@@ -33,7 +33,7 @@ def test_a_ring_takes_of_each_level_what_its_hops_take():
     machine = two_levels(slower=4.0)
     assert machine.link((2, 2), (1,)).contention == pytest.approx(1.0)
     assert machine.link((2, 2), (0,)).contention == pytest.approx(0.2)
-    # of four hops two stay within nodes, where the bytes take a quarter of the ring's time
+    # two of four hops stay within nodes, where the bytes take a quarter of the ring's time
     assert machine.link((4,), (0,)).contention == pytest.approx(0.5 * 1.0 * 0.25 + 0.5 * 0.2)
 
 
@@ -61,7 +61,7 @@ def test_stages_occupy_one_level_after_the_other():
 
 
 def test_each_collective_occupies_levels_by_what_it_reaches_there():
-    """Gathering is limited between nodes, and summing within them."""
+    """All-gathers are limited by the network between nodes, all-reduces by the links within nodes."""
     gathers, sums = Measured(2e9, 0.0), Measured(0.4e9, 0.0)
     between = {"all_gather": Measured(0.5e9, 0.0), "all_reduce": Measured(0.5e9, 0.0)}
     inner = Level("node", 2, 2e9, 0.0, measured={"all_gather": gathers, "all_reduce": sums}, contention=1.0)
@@ -74,7 +74,7 @@ def test_each_collective_occupies_levels_by_what_it_reaches_there():
 
 
 def test_levels_work_at_the_same_time():
-    """A step with stages takes less than both levels one after the other, and no less than either."""
+    """A step with staged collectives takes less than both levels one after the other, and at least as long as either."""
     model, args = tokens()
     machine = two_levels(slower=4.0, within=0.0, between=0.0)
     fast = dataclasses.replace(
@@ -102,7 +102,7 @@ def test_what_travels_together_is_copied_and_what_travels_alone_is_not():
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gathered_weight_is_copied_once_at_most(dim):
-    """Parts of rows are the weight as they arrive; only from one message with others they have to be taken out."""
+    """Gathered shards of rows form the weight without a copy; only out of a merged message they have to be copied."""
     model, args = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), (torch.randn(4, 8),)
     machine = Topology("flat", DEVICE, (Level("all", 2, RATE, LATENCY),))
     rest = [f"{i}.weight=Shard({dim})@x" for i in range(2)]

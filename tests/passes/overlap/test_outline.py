@@ -1,4 +1,4 @@
-"""Regions of scheduled graphs: what they are, and that graphs compute with them what they computed without."""
+"""Regions of scheduled graphs: what they contain, and that graphs with outlined regions compute the same."""
 
 import operator
 import random
@@ -17,7 +17,7 @@ from passes.overlap.schedule import Limits, reordered
 
 
 class Eager(nn.Module):
-    """Runs a region's graph as it is."""
+    """Runs a region's graph in eager mode."""
 
     def __init__(self, graph):
         super().__init__()
@@ -32,7 +32,7 @@ class Eager(nn.Module):
 
 
 def outlined(function, *args):
-    """A function's graph with its regions outlined, and their modules."""
+    """Traces a function and outlines its regions; returns the module and the regions' modules."""
     module = make_fx(function, tracing_mode="fake")(*args)
     known = {}
     outline(module.graph, module, lambda graph: known.setdefault(key_of(graph), Eager(graph)))
@@ -123,7 +123,7 @@ def test_keys_tell_shapes_strides_and_arguments_apart():
 @pytest.mark.parametrize("strategy", ["megatron-1d", "data"])
 @pytest.mark.parametrize("seed", thinned(range(2), whole=True))
 def test_collectives_stay_where_the_schedule_has_them(strategy, seed):
-    """Between the same regions, whatever the order; and each region lies between two that move, or the graph's ends."""
+    """Collectives keep their order, and each region lies between two launches or waits, or the graph's ends."""
     graphs, _ = prepared(strategy)
     made = graphs((0,))
     for graph, slots in zip(

@@ -1,4 +1,4 @@
-"""Scheduled graphs: whatever the order and the cuts, the numbers are the model's."""
+"""Scheduled graphs: for any order and any chunks, the numbers are the model's."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_uneven_shards_are_scheduled_too():
 
 
 def test_products_are_not_joined_where_only_some_devices_would():
-    """Of ten columns two devices have four, with which a joined product pays, and the last two, with which it does not."""
+    """Two devices have four of ten columns each, where a joined product pays, and the last has two, where it does not."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 10), nn.GELU(), nn.Linear(10, 16)).double()
     args = (torch.randn(4, 16, dtype=torch.float64),)
@@ -106,7 +106,7 @@ def test_other_durations_give_another_schedule():
 
 
 class Two(nn.Module):
-    """Two outputs, and one that is no tensor."""
+    """Returns two tensors and None."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ def test_an_output_that_no_loss_uses_leaves_no_gradient(strategy):
 
 
 class Teacher(nn.Module):
-    """An output, and the same again for those who want no gradient of it."""
+    """Returns an output, detached aliases of it and of a parameter, and its input."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def test_gradients_of_what_other_outputs_are_made_of_are_refused(schedule):
 
 
 class Hidden(nn.Module):
-    """A hidden state that the graph needs not make, as it is a copy or a view; returned, or left on the module."""
+    """A hidden state that the graph need not compute, as it is a copy or a view; returned, or set on the module."""
 
     def __init__(self, hide, left):
         super().__init__()
@@ -220,13 +220,13 @@ def test_gradients_of_what_is_a_copy_or_a_view_are_refused_too(hide, left, sched
     with pytest.raises(autotp.AutotpError, match="output 0 is computed from it"):
         loss.backward()
     loss, _, beside = ours(*args)
-    beside.retain_grad()  # of which nothing is made
+    beside.retain_grad()  # nothing is computed from it
     (loss + beside.sum()).backward()
     assert beside.grad.eq(1).all()
 
 
 class Signed(nn.Module):
-    """A parameter of which only the signs count: its gradient is zeros, and an optimizer sees it."""
+    """Reads only the signs of a parameter: its gradient is zeros rather than None, which an optimizer sees."""
 
     def __init__(self):
         super().__init__()
@@ -248,7 +248,7 @@ def test_a_gradient_of_zeros_is_one(strategy):
 
 
 class Either(Signed):
-    """Two losses, of which one reads the signs."""
+    """Returns two losses, one of which reads the signs."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ def test_a_gradient_is_none_where_autograd_comes_from_another_output(which):
 
 
 class Copies(nn.Module):
-    """An intermediate result, what is made of it, and copies that callers write to."""
+    """Returns a loss of an intermediate result, copies of the result that callers write to, and the result."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +311,7 @@ def test_two_backward_passes_of_one_forward_pass():
 
 
 class Average(nn.Module):
-    """Uses a buffer, and then updates it."""
+    """Reads a buffer, then updates it."""
 
     def __init__(self):
         super().__init__()
@@ -343,7 +343,7 @@ def test_inputs_may_want_gradients_and_be_transposed():
 
 
 def test_sums_over_chunks_come_before_the_network():
-    """A gradient that is partial on the mesh and on a virtual axis crosses the network once."""
+    """A gradient that is partial on the mesh and on a virtual axis is summed over chunks first, then communicated once."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     from passes.layouts.reshard import Step, steps, sums_first
@@ -358,7 +358,7 @@ def test_sums_over_chunks_come_before_the_network():
 
 
 def test_an_all_reduce_writes_where_its_operand_was_only_if_nobody_reads_that_any_more():
-    """One summand is sent twice: the first message may not be overwritten by the second's result."""
+    """A summand is sent twice: the result of one message must not overwrite the operand of the other."""
     from passes.overlap.inplace import inplace
     from passes.overlap.launch import launches
     from passes.overlap.primitives import all_reduce, reduce_scatter
@@ -386,7 +386,7 @@ def test_an_all_reduce_writes_where_its_operand_was_only_if_nobody_reads_that_an
 
 @pytest.mark.parametrize("between", [False, True])
 def test_what_is_sent_is_not_written_to_until_it_has_arrived(between):
-    """A sum may be written over what was sent once nobody reads that, and the network reads it until the wait."""
+    """A sum may overwrite an operand that nobody reads any more; the network reads what was sent until the wait."""
     from passes.overlap.inplace import inplace
     from passes.overlap.launch import launches
     from passes.overlap.primitives import reduce_scatter
@@ -409,7 +409,7 @@ def test_what_is_sent_is_not_written_to_until_it_has_arrived(between):
 @pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "l1_loss", "huber_loss"])
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_a_loss_takes_the_memory_of_one_number(name, reduction):
-    """torch's own kernels of some leave it in memory as large as the operand, which lasts as long as the loss."""
+    """Some of torch's own loss kernels return it in memory as large as the operand, which stays allocated with the loss."""
     from passes.overlap.inplace import inplace
 
     graph, operands = torch.fx.Graph(), (torch.rand(4, 8), torch.rand(4, 8))
@@ -446,7 +446,7 @@ def test_chunks_are_saved_with_the_plan(tmp_path):
 
 
 class Thin(nn.Module):
-    """Dims that two devices share out as two and one elements, and a product that cares."""
+    """Dims that two devices split into two elements and one, and a product whose result depends on that."""
 
     def __init__(self):
         super().__init__()
@@ -502,7 +502,7 @@ def test_a_recurrent_network_draws_only_if_it_drops(caplog):
 
 
 class Steep(nn.Module):
-    """A loss, and distances whose slope is infinite where they are none."""
+    """Returns a loss, and distances whose derivative is infinite where they are 0."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""When weights are gathered, and what gradients' reductions are hidden behind."""
+"""When weights are gathered, and behind what the reductions of gradients are hidden."""
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from passes.overlap.launch import launch, wait
 
 @pytest.mark.parametrize("chunks", [{}, {"batch": 2}, {"rows": 2}])
 def test_sharded_parameters_are_gathered_anew_for_the_backward_pass(chunks):
-    """Once each, chunks or none: the matrices of two blocks and of the head, and the blocks' norms; else they would be
-    held whole from one pass to the other.
+    """Each once, with chunks or without; otherwise they would be held whole from one pass to the other.
+
+    These are the matrices of two blocks and of the head, and the blocks' norms.
     """
     made = prepared("zero3", (2,), chunks)[0]((0,))
     gathered = [note_of(n).collective for n in made.backward.nodes if n.target is launch and n.args[1] == "all_gather"]
@@ -26,7 +27,7 @@ def test_sharded_parameters_are_gathered_anew_for_the_backward_pass(chunks):
 
 
 def beneath(strategy):
-    """Kind of collective -> how many products each is launched before and waited for behind, forward and backward."""
+    """Kind of collective -> number of products between each one's launch and wait, for the forward and backward pass."""
     model, x = Transformer(3, 256, 4), torch.randn(8, 64, 256)
     topology = autotp.Topology.flat(2, bandwidth="1 GB/s", latency="10 us")
     plan = autotp.plan(model, topology, (x,), strategy=strategy, mesh=(2,), chunks={})

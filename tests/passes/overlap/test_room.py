@@ -1,4 +1,4 @@
-"""The memory of a scheduled graph, counted from its nodes."""
+"""The memory of a scheduled graph, computed from its nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor(*shape):
 
 
 def chain():
-    """x -> relu -> tanh -> sum, and what is made of relu once more at the end."""
+    """x -> relu -> tanh -> view -> sum, and exp of relu at the end; returns the graph and these nodes."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = [graph.call_function(aten.relu.default, (x,))]
@@ -40,17 +40,17 @@ def chain():
 
 def test_a_result_is_held_until_its_last_reader_and_a_views_has_run():
     graph, _ = chain()
-    assert peak(graph) == 2 * SIZE + 4  # relu, tanh by way of its view, and the sum
+    assert peak(graph) == 2 * SIZE + 4  # relu, tanh (through its view), and the sum
 
 
 def test_another_order_holds_more():
     graph, (relu, tanh, view, total, exp) = chain()
-    assert peak_in(graph, [relu, exp, tanh, view, total]) == 3 * SIZE  # exp is given, and so held to the end
+    assert peak_in(graph, [relu, exp, tanh, view, total]) == 3 * SIZE  # exp is an output, so it is held to the end
     assert peak_in(graph, [relu, tanh, view, total, exp]) == peak(graph)
 
 
 def test_each_of_several_results_is_taken_at_once():
-    """Python frees a tuple's tensors with the tuple: what is taken out late would hold the others."""
+    """Python frees a tuple's tensors with the tuple: a late getitem would keep the other tensors alive."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     both = graph.call_function(aten.max.dim, (x, 1))

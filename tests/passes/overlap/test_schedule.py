@@ -1,4 +1,4 @@
-"""List scheduling: what is hidden behind what, within limits, and that all ranks launch in one order."""
+"""List scheduling: what is hidden behind what, within limits, and one order of launches on all ranks."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def launched(graph):
 
 @pytest.mark.exact
 def test_every_rank_launches_in_one_order():
-    """Ranks that time things differently would choose different orders; the order of one of them serves all."""
+    """Ranks that measure different times would choose different orders, so the order of one rank is used by all."""
     graphs, _ = prepared("tensor3d", (2, 2), {"batch": 2})
     places = ((0, 0), (0, 1), (1, 0), (1, 1))
     assert len({prepared("tensor3d", (2, 2), {"batch": 2}, raw=True)[0](at).signature for at in places}) == 1
@@ -67,7 +67,7 @@ def test_no_more_collectives_are_under_way_than_allowed():
 
 
 def backward_of(layers, gathered=False):
-    """A backward pass by hand: each layer's gradient is summed up on one link, and what came of it on another."""
+    """A backward pass by hand: each layer's gradient is reduced on one link, and the result on another."""
     graph = fx.Graph()
     value, part, big = (graph.placeholder(name) for name in ("x", "part", "big"))
     annotate(big, held=10.0)
@@ -110,7 +110,7 @@ def test_a_collective_that_there_is_no_memory_for_holds_nothing_else_up():
 
 
 def test_what_is_sent_takes_memory_until_it_has_arrived():
-    """Another collective begins before its time only if there is room for it beside what is under way."""
+    """Another collective starts early only if there is memory for it beside what is in transit."""
     graph = fx.Graph()
     sent = graph.call_function(torch.sin, (graph.placeholder("x"),), name="sent")
     first = graph.call_function(launch, (sent,), name="gather")

@@ -1,4 +1,4 @@
-"""All_reduces level by level: where they are, that their numbers are correct, and that the planner counts on them."""
+"""All-reduces in stages, level by level: where they occur, that their numbers are correct, and their price."""
 
 import math
 
@@ -26,7 +26,7 @@ DEVICE = Topology.load("cpu").device
 
 
 def levels(sizes, slower=100.0):
-    """Each level's links ``slower`` times slower than those of the one inside it."""
+    """A topology in which each level's links are ``slower`` times slower than those of the level inside it."""
     made = (Level(f"level {i}", size, 1e9 / slower**i, 1e-6) for i, size in enumerate(reversed(sizes)))
     return Topology("levels", DEVICE, tuple(made))
 
@@ -43,7 +43,7 @@ def planned(model, args, mesh, slower=100.0):
     bytes_=st.sampled_from([None, 300.0, 1e9]),
 )
 def test_any_stages_give_the_same_numbers(mesh, seed, bytes_):
-    """Of the widths some are not divisible by the ways, so that what is exchanged has zeros at its end."""
+    """Some widths are not divisible by the number of devices, so that messages are padded with zeros."""
     model, args = tokens()
     plan = planned(model, args, mesh)
     made, merged = rewrite(model, plan, args), None if bytes_ is None else lambda *_: bytes_
@@ -66,7 +66,7 @@ def test_a_number_of_elements_that_the_devices_do_not_divide():
 
 
 def test_devices_with_unequal_parts_have_the_same_nodes():
-    """Of seven columns one device has four and the other three, which two devices of the inner axes do not divide."""
+    """One device has four of seven columns and the other three, which two devices of the inner axes do not divide."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 7), nn.GELU(), nn.Linear(7, 10)).double()
     args = (torch.randn(8, 10, dtype=torch.float64),)

@@ -1,4 +1,4 @@
-"""Views that change nothing are left out of scheduled graphs, and nothing else changes."""
+"""Views that change nothing are removed from scheduled graphs, and nothing else changes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.
 
 
 def traced(function, *args):
-    """A graph of operators with fake tensors."""
+    """Traces a function with fake tensors; returns the module and its graph."""
     module = make_fx(function, tracing_mode="fake")(*args)
     return module, module.graph
 
@@ -58,7 +58,7 @@ def test_outputs_stay_tensors_of_their_own():
 
 
 def test_what_lies_in_order_is_not_arranged_again():
-    """A tensor with a dim of size 1 is: the kernel may give it other strides than the traced one's."""
+    """Except tensors with a dim of size 1: the kernel may give them other strides than those traced."""
 
     def function(x, one):
         return in_one_format(x) + 1, in_one_format(x.t()) + 1, in_one_format(one) + 1, laid_out(x, torch.contiguous_format)
@@ -80,7 +80,7 @@ def test_scheduled_graphs_have_none_left(strategy, monkeypatch):
 
 
 def left(found):
-    """How many views of traced graphs give what they are given."""
+    """The number of views in traced graphs that return the shape and strides they are given, except outputs."""
     count = 0
     for graph in (found.cut.forward, found.cut.backward):
         given = {node for node in graph.output_node().all_input_nodes}
@@ -92,7 +92,7 @@ def left(found):
 
 
 class Odd(nn.Module):
-    """Gives one tensor in several shapes, one of them its own."""
+    """Returns one tensor in several shapes, one of which is its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kinds: every operator that has one exists, and has one alone."""
+"""Kinds: every operator that has one exists, and has only one."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from passes.rules.table import RULES
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_a_kernel_exists_and_has_no_rule(name):
-    """A name with a slip would be "pointwise" without a word; so would one of another release of torch."""
+    """A misspelled name would silently be "pointwise"; so would a name of another release of torch."""
     _, operator, overload = name.split(".")
     assert overload in getattr(torch.ops.aten, operator).overloads()
     assert name not in RULES

@@ -49,7 +49,7 @@ def sizes(draw, count):
 
 
 def build_elementwise(name, draw):
-    """Arguments for an element-wise overload, read off its schema: broadcasting shapes, scalars where it wants them."""
+    """Arguments for an element-wise overload, from its schema: broadcasting shapes, and scalars where it takes them."""
     _, op, overload = name.split(".")
     function = getattr(getattr(aten, op), overload)
     a, b = sizes(draw, 2)
@@ -80,7 +80,7 @@ def build_elementwise(name, draw):
 
 
 def space(draw, rank, *choices):
-    """Spatial dims, some of size 1, where a tensor has several memory formats at once."""
+    """Draws sizes of spatial dims, some of them 1, in which case a tensor has several memory formats at once."""
     return [draw(st.sampled_from(choices)) for _ in range(rank)]
 
 
@@ -109,7 +109,7 @@ def convolution(rank):
 def same(rank):
     def build(draw):
         x, w, bias, stride, _, dilation, groups = convolution(rank)(draw)
-        if draw(st.booleans()):  # without a batch
+        if draw(st.booleans()):  # unbatched
             x = x[0]
         padding = draw(st.sampled_from(["same", "valid"])) if min(x.shape[-rank:]) > 2 else "same"
         return [x, w, bias, stride, padding, dilation, groups]
@@ -208,7 +208,7 @@ def image(*extra):
 
 
 def pooled(spatial, *choices):
-    """Batched or not, to another size or to the same."""
+    """Arguments of a pool: batched or not, for another output size or the same."""
 
     def build(draw):
         leading = [any_size(draw) for _ in range(1 + draw(st.sampled_from([1, 0])))]
@@ -301,11 +301,11 @@ CASES = {
 }
 
 
-#: Operators that draw anew whenever they are called: see test_random.
+#: Operators that draw random numbers in every call: see test_random.
 RANDOM = {"aten.rand_like.default", "aten.randn_like.default"}
 
-#: Operators that torch computes in float32 and float64 alone; others of them have complex operands, which no half has. And
-#: one whose gradient in bfloat16 torch reads from memory that nobody wrote; see docs/upstream.md.
+#: Operators that torch computes only in float32 and float64, or with complex operands, which no half has; and one
+#: whose gradient in bfloat16 torch reads from uninitialised memory: see docs/upstream.md.
 SINGLE = {
     *(
         f"aten.fft_{name}.default"
@@ -314,16 +314,16 @@ SINGLE = {
     "aten.conv_transpose3d.input",
 }
 
-#: Operators that find numbers by their order: which of several equal ones torch finds depends on the memory format.
+#: Operators that select elements by order: which of several equal ones torch selects depends on the memory format.
 ORDERED = {
     *(f"aten.{name}.dim" for name in ("max", "min", "median")),
     *(f"aten.{name}.default" for name in ("kthvalue", "topk", "sort", "argsort", "argmax", "argmin", "cummax", "cummin")),
 }
 
-#: Operators that torch has no derivative for.
+#: Operators without a derivative in torch.
 UNDIFFERENTIABLE = ("aten.floor_divide", "aten.remainder.Scalar_Tensor")
 
-#: Operands that torch itself cannot differentiate.
+#: Operands with respect to which torch cannot differentiate.
 CONSTANT = {
     "aten.batch_norm.default": {"t3", "t4"},
     "autotp.batch_norm_train.default": {"t3", "t4"},
@@ -348,7 +348,7 @@ def target_of(name):
 
 
 def graph_of(target, args, kwargs):
-    """A captured-like graph of one operator: (module, placeholder name -> value)."""
+    """A graph of one operator, as captured, and the values of its placeholders: (module, name -> value)."""
     graph, values = fx.Graph(), {}
     mode = FakeTensorMode()
 
@@ -397,7 +397,7 @@ def batch_norm_by_hand(x, weight, bias, running_mean, running_var, training, mom
 
 
 def convolution_by_hand(x, weight, bias, stride, padding, dilation, groups):
-    """A sum over the kernel's places; stride and dilation are 1."""
+    """A sum over the positions of the kernel; stride and dilation must be 1."""
     rank = weight.dim() - 2
     batched = x if x.dim() == rank + 2 else x[None]
     sizes = weight.shape[2:]
@@ -418,7 +418,7 @@ def convolution_by_hand(x, weight, bias, stride, padding, dilation, groups):
     return out if batched is x else out[0]
 
 
-#: Operators whose own kernels misread some memory formats, as the sums that they stand for.
+#: Operators whose own kernels misread some memory formats, as equivalent sums.
 BY_HAND = {
     "aten.batch_norm.default": lambda x, w, b, mean, var, training, momentum, eps, _: batch_norm_by_hand(
         x, w, b, mean, var, training, momentum, eps
@@ -431,7 +431,7 @@ BY_HAND = {
 
 
 def fails(name, args, kwargs):
-    """Whether torch itself refuses the arguments, as it does batch norm in training of one number per channel."""
+    """Whether torch itself refuses the arguments, such as batch norm in training with one value per channel."""
     try:
         target_of(name)(*args, **kwargs)
     except (ValueError, RuntimeError):
@@ -440,11 +440,11 @@ def fails(name, args, kwargs):
 
 
 class Case:
-    """One operator with random arguments, on a mesh, by one strategy, its operands resting anyhow.
+    """One operator with random arguments and one strategy on a mesh; its operands rest in random layouts.
 
     Args:
-        formats: of operands and gradients in memory: random ones, or contiguous.
-        dtype: of what is floating-point.
+        formats: whether operands and gradients have random memory formats, rather than contiguous ones.
+        dtype: of the floating-point tensors.
     """
 
     def __init__(self, name, draw, mesh, pick, *, formats=False, dtype=torch.float64):
@@ -480,7 +480,7 @@ class Case:
             return self.dtype
         if not isinstance(argument, torch.Tensor):
             return argument
-        if "expanded" in chosen and argument.dim() and len(argument):  # equal along dim 0 in every copy
+        if "expanded" in chosen and argument.dim() and len(argument):  # equal along dim 0 in every format
             argument = argument[:1].expand(argument.shape).clone(memory_format=torch.contiguous_format)
         return argument.to(self.dtype) if argument.is_floating_point() else argument
 
@@ -494,7 +494,7 @@ class Case:
         return made
 
     def plain(self, function, dtype):
-        """(leaves, results) of the operator, or of what computes the same."""
+        """(leaves, results) of the operator, or of an equivalent function."""
         leaves = self.leaves(dtype)
         position = iter(leaves.values())
 
@@ -515,7 +515,7 @@ class Case:
         return leaves, [collect(p) for p in execute(self.sharded, world, parts)]
 
     def backward(self, *runs):
-        """Gradients of the same weighted sum of the results, in every run; whether there are any."""
+        """Runs backward on the same weighted sum of the results in every run; returns whether any result has a gradient."""
         chosen = []
         for number, want in enumerate(runs[0][1]):
             if want.requires_grad and not self.name.startswith(UNDIFFERENTIABLE):
@@ -531,13 +531,13 @@ class Case:
 
 
 def draw_formats(draw, formats):
-    """The forms in memory of operands, in turn, and of the gradient."""
+    """Memory formats of the operands, used in turn, followed by that of the gradient."""
     likely = [*FORMATS, "open", "channels last", "open, channels last"]
     return [draw(st.sampled_from(likely)) for _ in range(4)] if formats else ["contiguous"]
 
 
 def resting_of(shape, mesh, draw):
-    """Operands come in whatever layout: the reshards are tested with the rule."""
+    """A random resting layout for an operand, so that reshards are tested together with the rule."""
     layout = list(whole_layout(len(mesh)))
     for axis in range(len(mesh)):
         dims = [d for d in range(len(shape)) if fits(shape, (*layout[:axis], place(d), *layout[axis + 1 :]), mesh)]
@@ -628,7 +628,7 @@ def test_a_kernel_that_misreads_some_formats_is_not_handed_them(name, data):
     check_formats(name, data)
 
 
-#: Operators of which the fixed instance has no factor that may be sharded: the replicated strategy is their only one.
+#: Operators whose fixed instance has no factor that may be sharded: they have only the replicated strategy.
 UNSPLIT = {
     "aten.all.dim",
     "aten.all.dims",
@@ -645,7 +645,7 @@ UNSPLIT = {
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("mesh", thinned([(2,), (2, 2)], whole=True), ids=str)
 def test_every_strategy_of_a_rule_is_reachable_and_exact(name, mesh):
-    """All strategies of one fixed, divisible instance."""
+    """Checks all strategies, at most 60, of one fixed instance with divisible sizes."""
     torch.manual_seed(0)
 
     def draw(strategy):
@@ -684,13 +684,13 @@ def test_strategies_divide_work():
     assert math.prod((2, 4)) == 8
 
 
-#: Rounding to nearest is off by half an ulp at most. Where a device runs torch's own kernel on its part, other elements are
-#: computed by vector instructions than in the whole, which may round once more.
+#: Rounding to nearest is off by at most half an ulp. If a device runs torch's own kernel on its part, vector instructions
+#: compute other elements than in the whole tensor, which may round once more.
 _LOWERED, _OWN = 0.5, 1.0
 
 
 def error_of(got, want):
-    """The norm of the difference from what was computed in float64, where that is finite."""
+    """The norm of the difference from the float64 result, where that is finite."""
     got, want = got.double()[want.isfinite()], want.double()[want.isfinite()]
     return float((got - want).norm().nan_to_num(math.inf))
 
@@ -706,8 +706,9 @@ def summed(layout):
 def test_rule_is_as_precise_as_the_plain_operator_in_halves(name, dtype, data):
     """Errors against float64, forward and backward, are at most 1.1 times the plain operator's.
 
-    Two allowances: what is rounded once may be off by half an ulp, though the plain one was luckier; and partial sums of
-    products and of gradients travel in the operator's dtype, as in Megatron-LM and FSDP2, so each summand is rounded once.
+    Two allowances: a result that is rounded once may be off by half an ulp, even if the plain one happens to be closer; and
+    partial sums of products and of gradients are communicated in the operator's dtype, as in Megatron-LM and FSDP2, so each
+    summand is rounded once.
     """
     torch.manual_seed(0)
     mesh = data.draw(st.sampled_from(MESHES))

@@ -1,4 +1,4 @@
-"""Chunks: what may not be cut is not, and the plan says so."""
+"""Chunks: what must not be cut is not cut, and the plan says so."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ F64 = {"dtype": torch.float64}
 
 
 class Images(nn.Module):
-    """A convolution, whatever is given, another convolution and a loss."""
+    """A convolution, a given layer, another convolution and a loss."""
 
     def __init__(self, layer):
         super().__init__()
@@ -53,7 +53,7 @@ LAYERS = {
 
 
 def exact(model, plan, args, schedule, steps=2):
-    """Losses, gradients and buffers over some steps are those of one device."""
+    """Checks that losses, gradients and buffers over some steps are those of one device."""
     alone = copy.deepcopy(model)
     ours = autotp.simulate(model, plan, args, schedule=schedule)
     for _ in range(steps):

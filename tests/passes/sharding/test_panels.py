@@ -1,4 +1,4 @@
-"""Panelled products: which there are, that their numbers are correct, and that they hold less."""
+"""Products in panels: which exist, that their numbers are correct, and that they hold less memory."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_products_that_share_an_operand_gather_it_once():
 
 @pytest.mark.slow
 def test_panels_hold_less_of_what_is_gathered():
-    """The largest tensor that an all-gather makes shrinks by the number of panels."""
+    """The largest tensor that an all-gather returns shrinks by the number of panels."""
     largest = {}
 
     class Watching(CountingWorld):
@@ -125,7 +125,7 @@ def test_a_wrong_number_is_refused(panels):
 
 
 def test_memory_counts_operands_that_no_loop_gathers_again():
-    """Where the number of panels does not divide, the gathered operand is kept after all, and the plan says so."""
+    """If the number of panels does not divide, the gathered operand is kept after all, and the plan counts it."""
     model = nn.Sequential(nn.Linear(24, 36, bias=False), nn.Tanh(), nn.Linear(36, 24, bias=False), nn.Tanh())
     args = (torch.randn(12, 24),)
     memory = {}

@@ -1,4 +1,4 @@
-"""The strategies of an operator: which of its assignments exist on a mesh, and the layouts that follow."""
+"""The strategies of an operator: which of its assignments exist on a mesh, and the resulting layouts."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def exists(operator, strategy, mesh):
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_those_strategies_exist_whose_factors_divide_and_whose_layouts_fit(name):
-    """All assignments of an operator of each kind, looked at by themselves."""
+    """Checks each assignment of one operator of each kind by itself."""
     model, args, kwargs = MODELS[name]()
     operators = {str(node.target): op for node, op in prepare(capture(model, args, kwargs)).operators.items()}
     for mesh, operator in itertools.product([(2, 2), (3, 2), (4, 1)], operators.values()):

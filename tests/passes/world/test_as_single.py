@@ -1,4 +1,4 @@
-"""``dropout="as-single"``: every operator draws what the model draws in one process, and leaves the generator there."""
+"""``dropout="as-single"``: operators draw the numbers of a single process, and leave the generator in the same state."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ F64 = {"dtype": torch.float64}
 
 
 class Noisy(nn.Module):
-    """Operators that draw, on whole and on sharded values; some whose results nobody reads, and some that draw nothing."""
+    """Random operators on replicated and sharded values, some with unused results, and some that draw nothing."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Noisy(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention that drops weights, of heads that share keys, and a dropout before it and behind."""
+    """Attention with dropout and grouped queries, between two dropouts."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def made(kind):
 
 
 def steps(module, parameters, args, count=3):
-    """Losses and gradients of some steps, and where they leave torch's generator."""
+    """The losses and gradients of some steps, and the final state of torch's generator."""
     torch.manual_seed(5)
     optimizer, found = torch.optim.SGD(parameters, lr=0.01), []
     for _ in range(count):
@@ -190,7 +190,7 @@ def test_a_checkpoint_around_the_module_drops_again_what_was_dropped():
 
 
 class Leaky(nn.Module):
-    """Draws as often as there are negative numbers."""
+    """Draws as many numbers as there are negative values."""
 
     def __init__(self):
         super().__init__()

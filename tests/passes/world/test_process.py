@@ -1,4 +1,4 @@
-"""What processes send."""
+"""The tensors that processes send."""
 
 import torch
 
@@ -6,7 +6,7 @@ from passes.world.process import _in_memory
 
 
 def test_zeros_without_memory_get_some():
-    """Autograd's gradient of ``sgn`` is such a tensor, which gloo refuses; gradients in other tests have memory."""
+    """Autograd's gradient of ``sgn`` has no memory, which gloo refuses; gradients in other tests have memory."""
     x = torch.randn(2, 4, requires_grad=True)
     (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
     assert zeros._is_zerotensor()
@@ -15,7 +15,7 @@ def test_zeros_without_memory_get_some():
 
 
 def test_zeros_without_memory_have_no_gaps_either():
-    """A transposed one, which a plain clone keeps transposed; only the fuzzer had a gradient of ``sgn.T``."""
+    """A plain clone keeps a transposed tensor transposed; only the fuzzer had a gradient of ``sgn.T``."""
     x = torch.randn(2, 4, requires_grad=True)
     (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
     assert not zeros.mT.clone().is_contiguous() and _in_memory(zeros.mT).is_contiguous()

@@ -1,4 +1,4 @@
-"""Random operators: scheduled graphs draw what sharded graphs draw, and training is not mistaken for evaluation."""
+"""Random operators: scheduled graphs draw what sharded graphs draw, and training is not taken for evaluation."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ F64 = {"dtype": torch.float64}
 
 
 class Noisy(nn.Module):
-    """Operators that draw in a schedule as they do without, between convolutions and a linear layer."""
+    """Random operators that draw the same numbers with and without a schedule, between convolutions and a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def test_a_schedule_draws_what_the_sharded_graph_draws(strategy, chunks):
 
 
 def dropped(module, value):
-    """What a lone random layer makes of a value, on two devices in two chunks each, scheduled."""
+    """The result of a random layer alone, scheduled on two devices in two chunks each."""
     model = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), module).double().train()
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(8)[..., None, None])
@@ -82,7 +82,7 @@ def test_alpha_dropout_keeps_mean_and_variance(layer):
 
 
 class Unknown(nn.Module):
-    """Draws by a tensor of probabilities, which has no schedule."""
+    """Draws by a tensor of probabilities, which cannot be scheduled."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ def test_what_cannot_be_traced_runs_as_it_is_and_is_planned_so(caplog):
 
 
 class Noise(nn.Module):
-    """Draws in training as well as in evaluation."""
+    """Adds random noise in training and in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def test_noise_of_both_modes_is_drawn_in_both():
 
 
 class Sometimes(nn.Module):
-    """Attention that drops some of its weights in training."""
+    """Attention with dropout in training."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ class Sometimes(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("layer", [nn.RReLU, nn.Dropout1d, Sometimes])
 def test_what_draws_in_training_only(layer, training):
-    """Whichever mode was planned, the other follows; evaluation computes what the plain model does."""
+    """Whichever mode is planned, the other works too; evaluation computes what the plain model does."""
     model, args = nn.Sequential(nn.Linear(8, 8), layer()).double().train(training), (torch.randn(4, 8, 8, **F64),)
     ours = autotp.simulate(model, planned(model, args, "data"), args)
     assert not torch.equal(ours.train()(*args), ours(*args))
@@ -150,7 +150,7 @@ def test_a_checkpoint_drops_again_what_was_dropped(schedule, reentrant):
     model, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).double().train(), (torch.randn(4, 8, **F64),)
     ours = autotp.simulate(model, planned(model, args, "data"), args, schedule=schedule)
     x = args[0].clone().requires_grad_()
-    for _ in range(2):  # the first is traced under the checkpoint's hooks
+    for _ in range(2):  # the first call is traced under the checkpoint's hooks
         model.zero_grad()
         out = checkpoint(ours, x, use_reentrant=reentrant)
         out.sum().backward()
@@ -172,7 +172,7 @@ def test_torchs_generator_decides_what_is_drawn(dropout):
 
 
 class Masked(nn.Module):
-    """Attention with a mask of booleans, which drops next to nothing."""
+    """Attention with a boolean mask and a negligible dropout probability."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traffic: what rewritten graphs move equals the papers' closed forms, and the schemes keep their promises."""
+"""Traffic: rewritten graphs move as much as the papers' closed forms say, and schemes have the properties they promise."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_the_documented_table_names_every_scheme():
 
 @pytest.mark.parametrize(("q", "p"), thinned([(8, 4), (4, 1), (4, 2), (8, 2), (16, 4)], first=1, slow=4))
 def test_the_planner_finds_the_better_orientation(q, p):
-    """PAPERS: q = sqrt(3 p q) ways for columns; one mesh can be used either way round."""
+    """PAPERS: q = sqrt(3 p q) ways for columns; a mesh can be used in either orientation."""
     mesh = (q,) if p == 1 else (p, q)
     _, _, plan = planned(2, mesh)
     columns = next(op for op in plan.operators if op.module.endswith("layers.1.q")).strategy
