@@ -129,8 +129,8 @@ def test_the_step_equals_exhaustive_search_where_it_is_proven(small_problems):
     assert proven >= len(small_problems) // 3
 
 
-def test_overlap_changes_the_choice():
-    """Data parallelism wins if reductions of gradients hide behind the backward pass, and loses if nothing hides."""
+def test_overlap_shortens_the_best_step():
+    """Reductions of gradients hide behind the backward pass; without overlap, nothing hides."""
     model, x = Transformer(4, 128, 4), torch.randn(8, 64, 128)
     topology = autotp.Topology.flat(4, bandwidth=2e8, latency=1e-6, device=SMALL)
     hidden = autotp.plan(model, topology, (x,), mesh=(4,))
