@@ -1,8 +1,8 @@
 """Graph to graph: capturing a model, choosing layouts, and rewriting it to run on a mesh.
 
-`graph` has helpers for ``torch.fx`` that all passes use, `layouts` and `strategies` define the layouts and strategies by
-which passes rewrite, and `world` has the functions that a rewritten graph calls. Undocumented functions of torch are used
-through `torch_internals` only.
+`graph` and `tensors` have helpers for ``torch.fx`` and for tensors in memory, `layouts` and `strategies` define the layouts
+and strategies by which passes rewrite, and `world` has the functions that a rewritten graph calls. Undocumented functions
+of torch are used through `torch_internals` only.
 
 All passes, in the order in which they run. Conditional passes state their condition in parentheses, and are skipped if it
 does not hold.

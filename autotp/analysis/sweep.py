@@ -6,6 +6,7 @@ The model is captured once (or once per device count, if its batch grows with th
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -28,6 +29,8 @@ from passes.torch_internals import tree_flatten
 
 __all__ = ["Point", "batch_of", "example_of", "forward_flop", "sweep", "takes_devices"]
 
+#: Most entries of a list of topologies, device counts or families.
+_MOST = 10_000
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -109,11 +112,11 @@ class _Workload:
 
 def _listed(what: str, given: Any) -> list[Any]:
     try:
-        if not isinstance(given, str):
-            return [*given]
+        if not isinstance(given, str) and len(found := [*itertools.islice(given, _MOST + 1)]) <= _MOST:
+            return found
     except TypeError:
         pass
-    raise AutotpError(f"{what} is {shown(given)}: give a list")
+    raise AutotpError(f"{what} is {shown(given)}: give a list, of at most {_MOST:,}")
 
 
 def sweep(

@@ -21,6 +21,7 @@ from passes.layouts.layout import Layout, take
 from passes.rules.table import rule_of
 from passes.sharding.guards import relies_on_copies
 from passes.sharding.shard import place_constants
+from passes.tensors import require_memory
 from passes.world import ops
 from passes.world.ops import Parts
 from passes.world.world import LocalWorld, World, groups
@@ -76,8 +77,9 @@ class Runs:
             )
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise AutotpError("the model is on meta: it has no values to compare; build it on a real device")
-        captured = self.captured
-        values = captured.values(named_state(model), args, kwargs or {})
+        captured, state = self.captured, named_state(model)
+        require_memory(state)
+        values = captured.values(state, args, kwargs or {})
         self.inputs = {name: self._leaf(name, tensor) for name, tensor in values.items()}
         device = next((t.device for t in self.inputs.values()), torch.device("cpu"))
         for graph in (self.graph, captured.graph_module.graph):

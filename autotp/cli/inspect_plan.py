@@ -71,7 +71,7 @@ def inspect_command(
 ) -> None:
     """Show a plan by module: the layouts, the collectives with their cost, the work and the memory of every operator."""
     forms = {"--code": code, "--dot": dot, "--graph": graph, "--html": html, "--json": as_json and graph is None}
-    if len(asked := [option for option, given in forms.items() if given]) > 1:
+    if len(asked := [option for option, given in forms.items() if given not in (None, False)]) > 1:
         raise AutotpError(f"{' and '.join(asked)} show a plan in different forms: give one of them")
     selecting = {"--op": op, "--module": module, "--collectives": collectives, "--unsharded": unsharded, "--top": top}
     of_all = {"--code", "--html"}.intersection(asked)

@@ -25,12 +25,13 @@ from autotp.plans.plan import Plan, check_compile, overlapping
 from autotp.runtime.agreement import JobAgreement, agreed, everywhere, join_job
 from autotp.runtime.durations import how_to_run
 from autotp.runtime.module import DistributedModule
-from autotp.runtime.programs import MOST
+from autotp.runtime.programs import MOST, named_state
 from autotp.runtime.rewrite import Rewritten, apply
 from autotp.runtime.state import real_tensors
 from costmodel import Topology
 from costmodel.errors import require, shown
 from passes.capture import Captured, Precision, buffered, capture, require_plain
+from passes.tensors import require_memory
 from passes.torch_internals import has_gradient_hooks, is_compiled
 from passes.world.process import made_once
 from passes.world.seeds import ways_to_draw
@@ -186,6 +187,7 @@ def parallelize(
 
     def captured() -> Captured:
         require_plain(model, args, kwargs)
+        require_memory(named_state(model))
         _refuse_hooks(model)
         asked = precision if plan is None else plan.asked(precision)
         return capture(model, args, kwargs, asked, Options.outputs if kept is None else kept, seen)

@@ -24,6 +24,7 @@ from costmodel.errors import shown
 from passes.capture import Precision, buffered, foreign_hooks, matching, placed
 from passes.graph import differentiable
 from passes.layouts.layout import Layout, is_shard, take
+from passes.tensors import require_memory
 from passes.torch_internals import own_attributes, tree_leaves, versions_preserved
 from passes.world.ops import Parts
 from passes.world.seeds import ways_to_draw
@@ -156,6 +157,7 @@ class Simulated(Untraced, Programmed):
         program = self._programs.of(key, args, kwargs, inputs)
         captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
         state |= {path: find(self, path) for path in self.rewritten.captured.attributes}
+        require_memory(state)
         whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
         resting = program.rewritten.resting

@@ -17,6 +17,7 @@ from passes.capture.builder import Builder, operator_name
 from passes.capture.canonical_views import VIEWS, Arguments, Handler, source_of
 from passes.capture.functional import embedding_bag
 from passes.graph import arguments_of, graphs_of
+from passes.tensors import overlaps_itself
 from passes.torch_internals import FakeTensorMode, OpOverload, tree_map
 
 __all__ = ["drop_checks", "normalise"]
@@ -231,21 +232,11 @@ def _cat(build: Builder, node: fx.Node, given: Arguments) -> Any:
     return build.emit(aten.cat.default, (some, given["dim"]), like=node) if alike and 0 < len(some) < len(tensors) else None
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of overlapping windows (``unfold``) do."""
-    span = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < span:
-            return True
-        span += (size - 1) * stride
-    return False
-
-
 def _scatter(build: Builder, node: fx.Node, given: Arguments) -> Any:
     """Copies an operand whose elements share memory, if a copy of it was folded: the kernels would keep its strides."""
     source = source_of(given)
     old, new = node.all_input_nodes[0].meta["val"], source.meta["val"]
-    if _overlaps_itself(old) or not _overlaps_itself(new):
+    if overlaps_itself(old) or not overlaps_itself(new):
         return None
     copy = build.emit(aten.clone.default, (source,), like=node)
     return build.emit(node.target, (copy, *list(given.values())[1:]), like=node)

@@ -32,8 +32,8 @@ from passes.capture.attributes import in_python
 from passes.capture.builder import CaptureError
 from passes.capture.functional import Data
 from passes.capture.observed import foreign_hooks
-from passes.capture.signature import overlap, reach, require_dense
 from passes.graph import graphs_of
+from passes.tensors import overlap, reach, require_dense
 from passes.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -83,6 +83,9 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
             f"{type(model).__name__}: its modules() or parameters() raised {type(error).__name__}: {error}; is "
             "super().__init__() called, and are all parts modules with names?"
         ) from error
+    for path, _ in (*modules, *state):
+        if path != path.encode(errors="ignore").decode():
+            raise AutotpError(f"{type(model).__name__}: {path!r} is not Unicode text, as plans write it: rename it")
     for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise AutotpError(f"{path or 'the model'} is a module of torch.jit, which cannot be captured: {given}")
@@ -90,13 +93,9 @@ def require_plain(model: nn.Module, args: Any = (), kwargs: Any = None) -> None:
             raise AutotpError(f"{path or 'the model'} is wrapped by {type(module).__name__}, which distributes it: {given}")
     for path, tensor in state:
         if not isinstance(tensor, Tensor):
-            raise AutotpError(
-                f"{type(model).__name__}: its parameters() or the like have {shown(tensor)}, which is no tensor"
-            )
+            raise AutotpError(f"{type(model).__name__}: its parameters() have {shown(tensor)}, which is no tensor")
         if is_lazy(tensor):
-            raise AutotpError(
-                f"{path} has no shape yet: call the model once, with inputs like those that it is planned for"
-            )
+            raise AutotpError(f"{path} has no shape yet: call the model once, with inputs like those to plan for")
         require_dense(tensor, f"{path} is")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise AutotpError(f"{path} was made under torch.inference_mode(): make the model outside, or under no_grad()")

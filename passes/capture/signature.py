@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from costmodel.errors import AutotpError
 from passes.capture.attributes import faked
 from passes.capture.builder import CaptureError
+from passes.tensors import as_it_lies, require_dense, require_memory
 from passes.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -38,13 +38,11 @@ __all__ = [
     "example",
     "flat",
     "in_call_order",
-    "overlap",
     "path_of",
-    "reach",
     "refusal",
 ]
 
-_COUNTED = 2**22  # most elements in memory for which `overlap` is exact
+_MOST = 10_000  # most positional arguments of a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,47 +151,15 @@ def dense(tensor: Tensor, example: bool = False) -> Tensor:
     """A tensor with conjugate and negative bits resolved: kernels that read real parts ignore these bits.
 
     Raises:
-        AutotpError: it is sparse or nested; or it is on the meta device and not an ``example``.
+        AutotpError: see `require_dense` and `require_memory`; or it is not an ``example``, but fake or on the meta device.
     """
     require_dense(tensor, "a call has")
-    if tensor.is_meta and not example:
-        raise AutotpError("a call has a tensor on the meta device, which holds no numbers: pass it on the module's device")
+    require_memory({"an input": tensor})
+    if (tensor.is_meta or isinstance(tensor, FakeTensor)) and not example:
+        raise AutotpError(
+            "a call has a tensor on the meta device, or a fake one, which holds no numbers: pass it on the module's device"
+        )
     return tensor.resolve_conj().resolve_neg()
-
-
-def require_dense(tensor: Tensor, what: str) -> None:
-    """Refuses sparse and nested tensors; ``what`` begins the message."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested tensor" if tensor.is_nested else f"sparse tensor, with layout {tensor.layout}"
-        raise AutotpError(f"{what} a {kind}; graphs are planned for dense ones: pass its parts, such as indices and values")
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors share memory; for large ones, or different element sizes, whether they may."""
-    (begin, end), (first, last) = reach(one), reach(other)
-    if one.device != other.device or begin >= last or first >= end:
-        return False
-    size, start = one.element_size(), min(begin, first)
-    elements = (max(end, last) - start) // size
-    if other.element_size() != size or (begin - first) % size or elements > _COUNTED:
-        return True
-    taken = torch.zeros(elements, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), (begin - start) // size).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), (first - start) // size).any())
-
-
-def _span(tensor: Tensor) -> int:
-    """The number of elements from a tensor's first one in memory to its last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def reach(tensor: Tensor) -> tuple[int, int]:
-    """The address range of a tensor: of its first byte, and one past its last; (0, 0) if it has no memory."""
-    with suppress(NotImplementedError):  # a tensor within torch.vmap has none
-        held = tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage().size()
-        if held and not (tensor.is_meta or isinstance(tensor, FakeTensor)):
-            return tensor.data_ptr(), tensor.data_ptr() + _span(tensor) * tensor.element_size()
-    return 0, 0
 
 
 def example(
@@ -205,6 +171,8 @@ def example(
         given = inspect.signature(model.forward).parameters.values()
         if not kwargs and any(each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in given):
             raise AutotpError(f"{type(model).__name__}: no example inputs; pass args=(...) or kwargs={{...}} as in a call")
+    if len(args) > _MOST:
+        raise AutotpError(f"args has {len(args):,} positional arguments: give those of one call, such as (x,)")
     try:
         parameters = inspect.signature(model.forward)
         args, kwargs = _with_defaults(parameters, args, kwargs or {})
@@ -223,14 +191,6 @@ def example(
         return copy.requires_grad_(leaf.requires_grad)
 
     return tree_map(own, tuple(args)), tree_map(own, dict(kwargs or {}))
-
-
-def as_it_lies(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, including 0: they determine what ``contiguous`` and ``reshape`` copy."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return tensor.clone()
-    memory = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).clone()
-    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _with_defaults(

@@ -256,10 +256,12 @@ def _merges(pool: _Pool, budget: float, deadline: Deadline) -> list[_Merge] | No
     spent, merges = 0.0, []
     while pool.left:
         node = min(pool.left, key=lambda n: (cached[n], n))
+        if cached[node] > budget - spent or deadline.over:  # it may be too large for a float
+            return None
         spent += cached[node]
         touched = pool.estimate(node)[0]
         tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
-        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST or deadline.over:
+        if max([math.prod(touched.values()), *tables]) > _LARGEST:
             return None
         merges.append(pool.merge(node))
         for n in touched:

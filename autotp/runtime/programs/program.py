@@ -23,7 +23,8 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum, held_part
 from autotp.runtime.strides import order_of
 from passes.capture import Captured
-from passes.capture.signature import overlap, path_of
+from passes.capture.signature import path_of
+from passes.tensors import overlap
 from passes.torch_internals import tree_flatten_with_path, tree_unflatten
 
 __all__ = ["Call", "Key", "Program", "Unkept", "blueprint", "named_state", "require_own", "run_alike", "without_memory"]

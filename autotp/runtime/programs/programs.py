@@ -32,11 +32,12 @@ from autotp.runtime.schedules import Schedules
 from autotp.runtime.state import checksum, real_tensors
 from autotp.runtime.strides import lying
 from passes.capture import Captured, capture
-from passes.capture.signature import as_it_lies, bind, dense, flat
+from passes.capture.signature import bind, dense, flat
 from passes.graph import TRACING
 from passes.layouts.layout import Layout, is_shard
 from passes.sharding.shard import draws_of, place_constants, used_groups
 from passes.strategies.strategy import whole_layout
+from passes.tensors import as_it_lies
 from passes.torch_internals import set_aside, transforming, tree_map
 from passes.world.world import World
 
@@ -292,8 +293,7 @@ class Programs:
             if tensor.dtype != have[name]:
                 tensor.data = without_memory(tensor, have[name])
         ways = 1 if key.whole else self.ways
-        leaves, _ = flat(self.signature.parameters, args, kwargs)
-        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        tensors = (leaf for leaf in flat(self.signature.parameters, args, kwargs)[0] if isinstance(leaf, Tensor))
         cut = {id(leaf) for leaf, part in zip(tensors, self.parts(key), strict=True) if part and ways > 1}
 
         def whole(leaf: Any) -> Any:

@@ -229,6 +229,8 @@ def test_commands(run_cli, plans, capsys):
     assert "linear" in capsys.readouterr().out
     assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--module", "up") == 2
     assert "--module selects nothing of what --graph shows" in capsys.readouterr().err
+    assert run_cli("inspect", plan, "--model", spec, "--graph", "", "--module", "up") == 2
+    assert "--module selects nothing of what --graph shows" in capsys.readouterr().err
     assert run_cli("inspect", plan, "--model", spec, "--graph", "backward") == 0
     assert "of which nothing hides" in capsys.readouterr().out
     assert run_cli("inspect", plan, "--model", spec, "--graph", "forward", "--collectives", "--json") == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.masked import masked_tensor
 
 import autotp
 from autotp.analysis.sweep import sweep
@@ -17,6 +18,7 @@ from autotp.cli import main
 from autotp.errors import Change
 from costmodel import TopologyError
 from passes.capture import CaptureError
+from passes.torch_internals import FakeTensorMode
 
 _SELF: list = []
 _SELF.append(_SELF)
@@ -51,6 +53,7 @@ def test_a_model_that_export_refuses():
         ({"observe": None}, "observe=None: give a list of modules' names"),
         ({"args": (torch.zeros(2, 5),)}, r"So does a plain call, .*float32\[2, 5\] on cpu"),
         ({"args": _SELF}, "arguments of the model contain themselves"),
+        ({"args": range(10**9)}, "args has 1,000,000,000 positional arguments"),
         ({"args": (), "kwargs": {1: 1}}, "Linear: the example inputs do not fit forward: keywords must be strings"),
         ({"kwargs": {"input": torch.zeros(2, 4)}}, "do not fit forward: multiple values for argument 'input'"),
     ],
@@ -81,6 +84,52 @@ def test_inputs_that_are_not_dense(kind):
         simulated(getattr(x, kind)())
     with pytest.raises(autotp.AutotpError, match="on the meta device, which holds no numbers"):
         simulated(x.to("meta"))
+
+
+def freed(tensor):
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (lambda: freed(torch.ones(2, 4)), "the memory of an input was freed"),
+        (lambda: torch.empty(2, 4, dtype=torch.uint4), "a Tensor of torch.uint4, which torch cannot copy"),
+        (
+            lambda: masked_tensor(torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool)),
+            "a masked tensor; graphs are planned",
+        ),
+    ],
+    ids=["freed", "uint4", "masked"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_inputs_without_numbers_that_can_be_read(x, said):
+    model, topology, example = nn.Linear(4, 4), autotp.Topology.flat(2), (torch.ones(2, 4),)
+    with pytest.raises(autotp.AutotpError, match=said):
+        autotp.plan(model, topology, (x(),))
+    simulated = autotp.simulate(model, autotp.plan(model, topology, example), example)
+    with pytest.raises(autotp.AutotpError, match=said):
+        simulated(x())
+    with FakeTensorMode() as mode, pytest.raises(autotp.AutotpError, match="a fake one, which holds no numbers"):
+        simulated(mode.from_tensor(example[0]))
+
+
+def test_parameters_whose_memory_was_freed():
+    """Kernels would read past the end of their storages; a plan needs no values."""
+    model, args = nn.Linear(4, 4), (torch.ones(2, 4),)
+    freed(model.weight)
+    plan = autotp.plan(model, autotp.Topology.flat(2), args)
+    for use in (lambda: autotp.simulate(model, plan, args)(*args), lambda: autotp.verify(model, plan, args)):
+        with pytest.raises(autotp.AutotpError, match="the memory of weight was freed"):
+            use()
+
+
+def test_a_name_that_no_file_can_hold():
+    model = nn.Linear(4, 4)
+    model.register_parameter("\ud800", nn.Parameter(torch.ones(1)))
+    with pytest.raises(autotp.AutotpError, match=r"'\\ud800' is not Unicode text"):
+        autotp.plan(model, autotp.Topology.flat(2), (torch.ones(2, 4),))
 
 
 class _Sparse(nn.Module):
@@ -138,6 +187,7 @@ def test_numbers_of_numpy_can_be_written():
         ({"devices": 2}, "devices is 2: give a list"),
         ({"strategies": None}, "strategies is None: give a list"),
         ({"devices": ["2"]}, "must be a whole number"),
+        ({"devices": range(10**9)}, r"devices is range\(.*\): give a list, of at most 10,000"),
     ],
 )
 def test_sweeps_of_another_kind(wrong, said):
@@ -322,6 +372,7 @@ def test_a_batch_that_no_axis_divides(strategy):
 FACTORY = """
 import torch
 from torch import nn
+from torch.masked import masked_tensor
 
 def build():
     return nn.Linear(8, 8), (torch.randn(2, 8),)

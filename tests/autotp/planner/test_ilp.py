@@ -180,6 +180,14 @@ def test_elimination_that_is_too_much_makes_no_table(monkeypatch: pytest.MonkeyP
     assert eliminate_all(Problem(nodes, tensors), budget=19) is not None and len(made) == 3
 
 
+def test_elimination_whose_work_is_too_large_for_a_float():
+    """All uses of one tensor share its reshards: a table over 700 of them would have 3**700 entries."""
+    nodes = tuple(Node(f"n{k}", np.arange(3.0), np.zeros(3)) for k in range(700))
+    rows, none = np.arange(3), np.zeros((3, 3))
+    tensor = Tensor("t", 0, rows, tuple(Use(k, rows) for k in range(1, 700)), 1 - np.eye(3), none, none)
+    assert eliminate_all(Problem(nodes, (tensor,)), budget=3e5) is None
+
+
 @pytest.mark.parametrize(("off", "method"), [(1e-8, "duality"), (1e-5, "mip")])
 def test_the_solver_is_not_asked_for_the_last_bit(off: float, method: str) -> None:
     """Three nodes with two strategies, of which each pair should differ: the dual bound is not tight; labels are off."""
