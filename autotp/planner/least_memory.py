@@ -9,8 +9,8 @@ integer program without a memory limit, which is easy (`autotp.planner.ilp.elimi
 planes, like those of devices and network in `autotp.planner.least_step`: every plan met adds a line, and its worst moment
 another share. Seconds at a low price break ties between equal bytes, and lead to other plans nearby. Footprints measure the
 plans met. The search ends at a choice that takes no more than the lower bound for all choices, and on a mesh that cannot do
-better than another one; a hasty search also ends where the tables, which are close, promise nothing better. Nothing here
-depends on the memory limit that is asked for, so the same plan is found for all limits.
+better than another one; a hasty search also ends where the tables, which are close, promise nothing better. Without
+``enough``, nothing here depends on the memory limit that is asked for, so the same plan is found for all limits.
 """
 
 from __future__ import annotations
