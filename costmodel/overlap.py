@@ -113,7 +113,8 @@ HOSTED: sympy.Expr = sympy.sqrt(S**2 + G**2)
 """Seconds of a step whose passes take **S** if they never wait for the host, which needs **G** to launch all kernels. The
 host runs ahead during long kernels, and the device waits for it during short ones, so neither hides all of the other. The
 form is fitted: of (S^p + G^p)^(1/p), p = 2.2 fits Megatron-LM's runs on A100s best (docs/published.md), and 2 is used; a
-maximum, p = infinity, is up to a third off. It grows with S, so of plans with equal kernels, the one with the least S is fastest."""
+maximum, p = infinity, is up to a third off. It grows with S, so of plans with equal kernels, the one with the least S is
+fastest."""
 
 LATENCY_SHARE = 0.2
 """The assumed share of latency in the time of messages that merge collectives. With fewer messages (``MESSAGES``) the
