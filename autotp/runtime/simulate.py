@@ -18,7 +18,7 @@ from autotp.runtime.agreement import Agreement
 from autotp.runtime.anatomy import Untraced, find, index_as
 from autotp.runtime.compiled import Compiled, Overlap
 from autotp.runtime.durations import how_to_run
-from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, show, unobserved
+from autotp.runtime.programs import MOST, Program, Programmed, Programs, blueprint, named_state, show, unobserved
 from autotp.runtime.rewrite import Rewritten, rewrite
 from costmodel.errors import shown
 from passes.capture import Precision, buffered, foreign_hooks, matching, placed
@@ -155,10 +155,13 @@ class Simulated(Untraced, Programmed):
         self._require_unchanged()
         key, inputs = self._programs.key(self._moded, args, kwargs)
         program = self._programs.of(key, args, kwargs, inputs)
-        captured, state = program.captured, {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        captured, state = program.captured, named_state(self)
         state |= {path: find(self, path) for path in self.rewritten.captured.attributes}
         require_memory(state)
-        whole = {name: state[fqn] for name, fqn in {**captured.parameters, **captured.buffers}.items()}
+        names = {**captured.parameters, **captured.buffers}
+        if absent := [fqn for fqn in names.values() if fqn not in state]:
+            raise AutotpError(f"the model has no {absent[0]} any more: plan the model as it is, and simulate that")
+        whole = {name: state[fqn] for name, fqn in names.items()}
         whole |= program.constants | dict(zip(captured.inputs, inputs, strict=True))
         resting = program.rewritten.resting
         written = program.written(inputs, state.__getitem__, tree_leaves((args, kwargs)))

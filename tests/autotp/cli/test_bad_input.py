@@ -125,6 +125,16 @@ def test_parameters_whose_memory_was_freed():
             use()
 
 
+def test_parameters_that_a_simulated_model_has_no_more():
+    model, args = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.ones(2, 4),)
+    simulated = autotp.simulate(model, autotp.plan(model, autotp.Topology.flat(2), args), args)
+    simulated[1].bias = simulated[0].bias
+    assert torch.equal(simulated(*args), model(*args)), "tied afterwards"
+    del simulated[1].bias
+    with pytest.raises(autotp.AutotpError, match=r"the model has no 1\.bias any more"):
+        simulated(*args)
+
+
 def test_a_name_that_no_file_can_hold():
     model = nn.Linear(4, 4)
     model.register_parameter("\ud800", nn.Parameter(torch.ones(1)))
