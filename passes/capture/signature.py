@@ -19,7 +19,6 @@ from passes.tensors import as_it_lies, require_dense, require_memory
 from passes.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     TreeSpec,
     keystr,
     tree_flatten,
@@ -151,14 +150,12 @@ def dense(tensor: Tensor, example: bool = False) -> Tensor:
     """A tensor with conjugate and negative bits resolved: kernels that read real parts ignore these bits.
 
     Raises:
-        AutotpError: see `require_dense` and `require_memory`; or it is not an ``example``, but fake or on the meta device.
+        AutotpError: see `require_dense` and `require_memory`; or it is on the meta device, and not an ``example``.
     """
     require_dense(tensor, "a call has")
     require_memory({"an input": tensor})
-    if (tensor.is_meta or isinstance(tensor, FakeTensor)) and not example:
-        raise AutotpError(
-            "a call has a tensor on the meta device, or a fake one, which holds no numbers: pass it on the module's device"
-        )
+    if tensor.is_meta and not example:
+        raise AutotpError("a call has a tensor on the meta device, which holds no numbers: pass it on the module's device")
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -18,7 +18,6 @@ from autotp.cli import main
 from autotp.errors import Change
 from costmodel import TopologyError
 from passes.capture import CaptureError
-from passes.torch_internals import FakeTensorMode
 
 _SELF: list = []
 _SELF.append(_SELF)
@@ -111,8 +110,6 @@ def test_inputs_without_numbers_that_can_be_read(x, said):
     simulated = autotp.simulate(model, autotp.plan(model, topology, example), example)
     with pytest.raises(autotp.AutotpError, match=said):
         simulated(x())
-    with FakeTensorMode() as mode, pytest.raises(autotp.AutotpError, match="a fake one, which holds no numbers"):
-        simulated(mode.from_tensor(example[0]))
 
 
 def test_parameters_whose_memory_was_freed():
