@@ -60,11 +60,14 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, as those of overlapping windows (``unfold``) do."""
-    span = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride < span:
-            return True
+    """Whether elements share memory as those of overlapping windows (``unfold``) do.
+
+    Torch's kernels recognise expanded tensors, with a stride of 0, and copy them before they write; these they do not.
+    """
+    span, dims = 1, zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size > 1):
+        if stride < span:
+            return stride > 0
         span += (size - 1) * stride
     return False
 
