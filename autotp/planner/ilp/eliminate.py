@@ -253,15 +253,13 @@ class _Pool:
 def _merges(pool: _Pool, budget: float, deadline: Deadline) -> list[_Merge] | None:
     """Eliminations of all nodes, that of least work next; None if work or tables are too large or the deadline passes."""
     cached = {node: pool.estimate(node)[1] for node in pool.left}
-    spent, merges = 0.0, []
+    spent, merges = 0, []  # work may be too large for a float
     while pool.left:
         node = min(pool.left, key=lambda n: (cached[n], n))
-        if cached[node] > budget - spent or deadline.over:  # it may be too large for a float
-            return None
         spent += cached[node]
         touched = pool.estimate(node)[0]
         tables = [math.prod(pool.factors[k].sizes) for k in pool.of_node[node]]
-        if max([math.prod(touched.values()), *tables]) > _LARGEST:
+        if spent > budget or max([math.prod(touched.values()), *tables]) > _LARGEST or deadline.over:
             return None
         merges.append(pool.merge(node))
         for n in touched:

@@ -379,7 +379,6 @@ def test_a_batch_that_no_axis_divides(strategy):
 FACTORY = """
 import torch
 from torch import nn
-from torch.masked import masked_tensor
 
 def build():
     return nn.Linear(8, 8), (torch.randn(2, 8),)
