@@ -39,11 +39,13 @@ class Seen:
         what: the tensor's name, for messages.
         part: the rank's coordinates on the mesh axes along which parts differ; ranks with equal coordinates are replicas.
         copies: the number of ranks that hold the same part.
-        total, norm: sum and 2-norm of the part's elements.
+        total, norm: sum and 2-norm of the part's finite elements.
         size: the number of elements.
-        rounding: the relative error allowed for sums in the tensor's dtype.
+        rounding: the relative error allowed in the tensor's dtype.
+        infinite, nan: whether elements are infinite or NaN.
         gradient: whether it is a gradient, which must be finite; other tensors may be infinite, as masks are.
         before: for the result of a reshard, the part of its operand; None for all other tensors.
+        added: for the result of a reshard, whether it adds partial sums, in the tensor's dtype.
     """
 
     what: str
@@ -53,18 +55,32 @@ class Seen:
     norm: float
     size: int
     rounding: float
+    infinite: bool = False
+    nan: bool = False
     gradient: bool = False
     before: Seen | None = None
+    added: bool = False
 
     @property
     def wrong(self) -> bool:
         """Whether elements are NaN, or those of a gradient infinite."""
-        return math.isnan(self.norm) or (self.gradient and math.isinf(self.norm))
+        return self.nan or (self.gradient and self.infinite)
 
     @property
     def slack(self) -> float:
-        """The absolute difference allowed between the sums of replicas."""
-        return self.rounding * (self.norm * math.sqrt(self.size) + 1e-30)
+        """The absolute difference allowed between the sums or the norms of replicas, whose rounding errors are random.
+
+        In a sum of ``size`` elements such errors grow as the norm does, with the square root of ``size``.
+        """
+        return self.rounding * (self.norm + 1e-30)
+
+    @property
+    def adding(self) -> float:
+        """The absolute difference allowed between the sums before and after a reshard.
+
+        Where partial sums are added, equal elements are rounded alike, and the errors grow with ``size``.
+        """
+        return self.slack * (math.sqrt(self.size) if self.added else 1)
 
 
 def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
@@ -80,18 +96,19 @@ def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
             return (
                 f"{what} has elements that are {'infinite or ' * ranks[0].gradient}NaN, on rank {', '.join(map(str, bad))}"
             )
-        if any(not math.isfinite(seen.norm) for seen in ranks):
-            continue
         first: dict[tuple[int, ...], int] = {}
         for rank, seen in enumerate(ranks):
             other = ranks[first.setdefault(seen.part, rank)]
+            pair = f"ranks {first[seen.part]} and {rank}, which should have the same"
+            if (seen.infinite, seen.nan) != (other.infinite, other.nan):
+                return f"{what} differs between {pair}: only one has elements that are infinite or NaN"
             if max(abs(seen.total - other.total), abs(seen.norm - other.norm)) > max(seen.slack, other.slack):
-                pair = f"ranks {first[seen.part]} and {rank}, which should have the same"
                 return f"{what} differs between {pair}: its elements add up to {other.total:.9g} and {seen.total:.9g}"
         before = [seen.before for seen in ranks if seen.before is not None]
+        if not before or any(seen.infinite or seen.nan for seen in (*before, *ranks)):
+            continue  # an infinite partial sum takes finite ones with it
         given, got = _sum(before), _sum(ranks)
-        slack = sum(seen.slack / seen.copies for seen in (*before, *ranks))
-        if before and math.isfinite(given) and abs(given - got) > slack:
+        if abs(given - got) > sum(seen.adding / seen.copies for seen in (*before, *ranks)):
             return f"{what} adds up to {given:.9g} before its reshard and to {got:.9g} after it: a sum is taken wrongly"
     return ""
 
@@ -178,21 +195,25 @@ class Monitor:
         return problem(self.agreement.gathered(list(mine)), numbers=numbers)
 
     def _seen(self, tensors: Mapping[str, tuple[Tensor, Layout]]) -> list[Seen]:
-        figures = [f for each, _ in tensors.values() for f in (each.sum(dtype=torch.float64), _norm(each))]
-        numbers = iter(torch.stack(figures).tolist() if figures else ())
-        return [self._one(name, each, layout, next(numbers), next(numbers)) for name, (each, layout) in tensors.items()]
+        numbers = iter(_figures([each for each, _ in tensors.values()]))
+        return [self._one(name, each, layout, next(numbers)) for name, (each, layout) in tensors.items()]
 
     def _measured(self, what: str, tensor: Tensor, layout: Layout) -> Seen:
         (seen,) = self._seen({what: (tensor.detach(), layout)})
         return seen
 
-    def _one(self, what: str, tensor: Tensor, layout: Layout, total: float, norm: float) -> Seen:
+    def _one(self, what: str, tensor: Tensor, layout: Layout, figures: tuple[float, float]) -> Seen:
         mesh, (at,) = self.world.mesh_shape, self.world.hosted
         same = [axis for axis in range(len(mesh)) if isinstance(layout[axis], Replicate)]
         part = tuple(at[axis] for axis in range(len(mesh)) if axis not in same)
         copies = math.prod(mesh[axis] for axis in same)
         rounding = torch.finfo(tensor.dtype).eps ** 0.75
-        return Seen(what, part, copies, total, norm, tensor.numel(), rounding, what.startswith(_GRADIENT))
+        infinite = nan = False
+        if not math.isfinite(figures[1]):
+            infinite, nan = torch.stack([tensor.isinf().any(), tensor.isnan().any()]).tolist()
+            (figures,) = _figures([torch.nan_to_num(tensor, 0.0, 0.0, 0.0)])
+        gradient = what.startswith(_GRADIENT)
+        return Seen(what, part, copies, *figures, tensor.numel(), rounding, infinite, nan, gradient)
 
     def _each(
         self, program: Program, values: Callable[[], Mapping[str, Any]], gradients: Mapping[int, Tensor] | None = None
@@ -209,7 +230,9 @@ class Monitor:
             what += f" in {note.module}" if note.operator and note.module else ""
             seen = self._measured(what, value, note.layouts[0])
             if note.have is not None and isinstance(source := node.args[1], fx.Node):
-                seen = replace(seen, before=self._measured(what, interpreter.env[source], note.have))
+                before = self._measured(what, interpreter.env[source], note.have)
+                added = any(isinstance(each, Partial) for each in note.have)
+                seen = replace(seen, before=replace(before, added=added), added=added)
             found.append(seen)
             if gradients and value.requires_grad:
                 value.register_hook(lambda g: found.append(self._measured(f"{_GRADIENT} {what}", g, self._unlike)))
@@ -229,8 +252,11 @@ class Monitor:
         return found
 
 
-def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+def _figures(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Sum and 2-norm of each tensor, read from the device at once."""
+    both = [(each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64)) for each in tensors]
+    found = torch.stack([figure for pair in both for figure in pair]).tolist() if both else []
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _real(value: Any) -> bool:
