@@ -109,7 +109,8 @@ def fuzz_processes(
     """Like `fuzz`, but in processes, and only for cases of two to four devices."""
     campaign, number = _Campaign(seed, minutes, tries, folder, alone, processes=True), first
     waiting: dict[int, list[Job]] = {2: [], 3: [], 4: []}
-    while not campaign.over and (last is None or number <= last):
+    ended = False
+    while not ended:
         case = case_of(seed, number)
         if case.options.devices in waiting:
             job = prepared(number, case)
@@ -118,8 +119,9 @@ def fuzz_processes(
             else:
                 waiting[case.options.devices].append(job)
         number += 1
+        ended = campaign.over or (last is not None and number > last)
         for devices, jobs in waiting.items():
-            if len(jobs) >= _BATCH or (last is not None and number > last):
+            if len(jobs) >= _BATCH or (ended and jobs):
                 run_processes(jobs, devices, lambda job, outcome: campaign.add(job.number, job.case, outcome))
                 waiting[devices] = []
     return campaign.tally, campaign.tests

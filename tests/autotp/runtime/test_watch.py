@@ -201,6 +201,7 @@ def test_the_thread_ends_when_it_is_told_to():
     (watch,) = watches(1)
     before = threading.active_count()
     watch.start()
+    assert threading.active_count() == before + 1
     watch.stop()
     assert threading.active_count() == before
 
