@@ -11,7 +11,7 @@ import torch
 
 from autotp.costs.runs import Run
 from passes.graph import Cast
-from passes.layouts.codes import local_elements
+from passes.layouts.codes import WHOLE, local_elements
 from passes.rules.factors import Value
 from passes.rules.kept import Kept
 from passes.rules.shapes import operands_of, results_of
@@ -165,8 +165,13 @@ class Edge:
         return (self.rows[:, None, :] == self.wants[None, :, :]).all(axis=-1) & (not self.cast.there)
 
     @cached_property
+    def travels(self) -> np.ndarray:
+        """Whether bringing it from one layout to another surely communicates, ``[H, W]``."""
+        return ((self.rows[:, None] != self.wants) & (self.rows[:, None] != WHOLE)).any(axis=-1)
+
+    @cached_property
     def first(self) -> Mapping[str, np.ndarray]:
-        """For each column, the first one with that layout, or gradient, by key of `autotp.planner.tables.Held`, ``[W]``."""
+        """For each column, the first one with that layout, or gradient, by key of `.memory.tables.Held`, ``[W]``."""
         return {"layouts": _first(self.wants), "gradients": _first(self.gradients)}
 
 

@@ -36,8 +36,8 @@ from autotp.planner.ilp import (
     least,
     solve,
 )
-from autotp.planner.least_memory import Least, Smallest, smallest
-from autotp.planner.moments import Moments
+from autotp.planner.memory.least_memory import Least, Smallest, smallest
+from autotp.planner.memory.moments import Moments
 from costmodel import overlap
 from costmodel.overlap import Weights
 

@@ -19,7 +19,7 @@ from autotp.costs.step import Moment
 from autotp.planner.assemble import Assembled
 from autotp.planner.describe import Found
 from autotp.planner.ilp import evaluate
-from autotp.planner.moments import Moments
+from autotp.planner.memory.moments import Moments
 
 __all__ = ["Met", "like", "mix"]
 

@@ -22,8 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
-
 from autotp.costs.floor import least_seconds
 from autotp.costs.step import Moment
 from autotp.errors import BatchError
@@ -31,10 +29,11 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
-from autotp.planner.ilp import NEVER, Deadline, Expired, Problem, least, minimax, promising, side_by_side
+from autotp.planner.exact import Short, settle
+from autotp.planner.ilp import NEVER, Deadline, Expired, least, promising, side_by_side
 from autotp.planner.least_step import Searched, first_shares, most_chunks
+from autotp.planner.memory.moments import Moments
 from autotp.planner.mixing import Met, like, mix
-from autotp.planner.moments import Moments
 from autotp.planner.shares import Multipliers, Shares, next_shares
 from costmodel import overlap
 
@@ -49,7 +48,7 @@ _HOPELESS = 1e3  # multiple of the shortest step met; a bound above it shows tha
 _SMALL = 4000  # most variables (choices of all nodes, and reshards) of a program that is solved exactly
 _ANYTHING = 0.25  # share of the time for finding any plan that fits, or that there is none, if the first mesh has none
 _CLOSELY = 8  # the time of so many meshes is reserved for the search after the bounds
-_SETTLING = 1.0  # seconds for the exact solution of a small program
+_SETTLING = 1.0  # seconds for each search of a small program's solution
 
 _Anything = Callable[[Deadline], Searched]
 
@@ -184,24 +183,33 @@ class _Squeeze:
         if floor < self.good and self.layers == 1:
             floor = max(floor, self.close(candidate, moments))
         if self.most > 1:
-            low = self.in_chunks(candidate, moments)
+            low = self.in_chunks(candidate, moments, floor)
             if low < self.good and self.layers == 1:
                 low = max(low, self.close(candidate, moments, self.most))
             floor = min(floor, low)
         _log.debug("mesh %s: at least %.4g s", "x".join(map(str, candidate.mesh)), floor)
         return floor
 
-    def in_chunks(self, candidate: Candidate, moments: Moments) -> float:
-        """A lower bound on the step time of chunked plans, in seconds, from a single point."""
+    def in_chunks(self, candidate: Candidate, moments: Moments, whole: float = 0.0) -> float:
+        """A lower bound on the step time of chunked plans, in seconds; a close one only if it is below ``whole``."""
         if self.cut >= self.good:
             return self.cut
-        solved = self.solve(candidate, self.point, moments, surely=True, chunks=self.most)
-        return math.inf if solved is None else solved[2]
+        solved, point = self.solve(candidate, self.point, moments, surely=True, chunks=self.most), self.point
+        if solved is None:
+            return math.inf
+        low = solved[2]
+        if low < min(whole, self.good):
+            low = max(low, self.steer(candidate, moments, solved, surely=True, chunks=self.most))
+            self.point = point
+        return low
 
-    def steer(self, candidate: Candidate, moments: Moments, solved: Solved | None, *, surely: bool) -> float:
+    def steer(
+        self, candidate: Candidate, moments: Moments, solved: Solved | None, *, surely: bool, chunks: int = 1
+    ) -> float:
         """Moves the point by cutting planes, and mixes the choices met. Returns the best value of (1), in seconds.
 
-        If ``surely``, it is a lower bound on the step time. ``solved``: the solution at the first point, if known.
+        If ``surely``, it is a lower bound on the step time of plans in ``chunks``. ``solved``: the solution at the first
+        point, if known.
         """
         lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
@@ -209,7 +217,7 @@ class _Squeeze:
         for _ in range(_ROUNDS):
             if lines and self.contest.deadline.over:
                 break
-            solved = solved or self.solve(candidate, point, moments, surely=surely)
+            solved = solved or self.solve(candidate, point, moments, surely=surely, chunks=chunks)
             if solved is None:
                 break
             (assembled, _, value, choice), solved = solved, None
@@ -222,13 +230,16 @@ class _Squeeze:
             if hopeless or (choice in lines and not new):
                 break
             if choice not in lines:
-                lines[choice] = self.offer(self.contest.candidates.found(candidate, assembled, choice))
-            point, following = self.follow(list(lines.values()))
+                one = self.offer(self.contest.candidates.found(candidate, assembled, choice))
+                parts = one.found.priced.sums.at_least(chunks).sides if chunks > 1 else one.sides
+                lines[choice] = replace(one, sides=parts)
+            point, following = self.follow(lines, moments if surely else None)
             mixture = following.mixture
             if following.value * (1 - within) <= high and self.best is not None:
                 break
         with suppress(Expired):
-            self.mix(candidate, moments, list(lines.values()), mixture, high)
+            if chunks == 1:
+                self.mix(candidate, moments, list(lines.values()), mixture, high)
         return high
 
     def close(self, candidate: Candidate, moments: Moments, chunks: int = 1) -> float:
@@ -239,44 +250,17 @@ class _Squeeze:
         alive = promising(answer, self.good + spent, self.contest.deadline)
         if answer.variables(alive) > _SMALL:
             return 0.0
+
+        def offer(choice: tuple[int, ...]) -> Met:
+            return self.offer(self.contest.candidates.found(candidate, assembled, choice))
+
         groups, floor = self.contest.sides(candidate, chunks), 0.0
         for sharp in (True, False):
-            floor = max(floor, self.settle(candidate, assembled, moments, groups, alive, sharp=sharp))
+            deadline = self.contest.deadline.within(_SETTLING)
+            short = Short(moments, self.point.prices, self.room, alive)
+            floor = max(floor, settle(groups, short, offer, lambda: self.good, deadline, sharp=sharp))
             if floor >= self.good:
                 break
-        return floor
-
-    def settle(
-        self,
-        candidate: Candidate,
-        assembled: Assembled,
-        moments: Moments,
-        groups: Sequence[Sequence[Problem]],
-        alive: Sequence[np.ndarray],
-        *,
-        sharp: bool,
-    ) -> float:
-        """Searches for the fastest choice that fits. Returns a lower bound on the step time, in seconds.
-
-        Choices that do not fit are excluded one by one or, if ``sharp``, by limits on the bytes that tables estimate for
-        their worst moments, which may exclude others too.
-        """
-        surely = dict.fromkeys((*moments.usual, *self.point.prices), True)
-        excluded: list[tuple[int, ...]] = []
-        floor, deadline = 0.0, self.contest.deadline.within(_SETTLING)
-        while not deadline.over:
-            bounded = [(moments.program({moment: 1.0}, each), self.room) for moment, each in surely.items()]
-            bound, choice = minimax(groups, bounded, alive, excluded, deadline=deadline)
-            floor = max(floor, bound) if all(surely.values()) else floor
-            if choice is None or bound >= self.good:
-                break
-            one = self.offer(self.contest.candidates.found(candidate, assembled, choice))
-            worst = max(one.held, key=one.held.__getitem__)
-            if one.held[worst] <= self.room:
-                break
-            if not sharp or surely.get(worst) is False:
-                excluded.append(choice)
-            surely[worst] = not sharp or worst not in surely
         return floor
 
     def solve(
@@ -321,14 +305,21 @@ class _Squeeze:
             self.best = one
         return one
 
-    def follow(self, lines: Sequence[Met]) -> tuple[_Point, Multipliers]:
-        """The next point: the maximum of the cutting planes of the choices met, near the best point so far."""
+    def follow(self, lines: Mapping[tuple[int, ...], Met], moments: Moments | None) -> tuple[_Point, Multipliers]:
+        """The next point: the maximum of the cutting planes of the choices met, near the best point so far.
+
+        With ``moments``, (1) counts their lower bounds on bytes; without, what the choices hold, which leads to plans.
+        """
         centre = self.point.prices
-        seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines)))
-        first = _FIRST * min(one.step for one in lines) / self.room
+        seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines.values())))
+        first = _FIRST * min(one.step for one in lines.values()) / self.room
+
+        def held(choice: tuple[int, ...], moment: Moment) -> float:
+            return lines[choice].held.get(moment, 0.0) if moments is None else moments.bytes(moment, choice, surely=True)
+
         found = next_shares(
-            [one.sides for one in lines],
-            [[one.held.get(moment, 0.0) - self.room for moment in seen] for one in lines],
+            [one.sides for one in lines.values()],
+            [[held(choice, moment) - self.room for moment in seen] for choice in lines],
             [(centre.get(moment, 0.0) / _FAR, max(first, _FAR * centre.get(moment, 0.0))) for moment in seen],
         )
         return _Point(found.shares, dict(zip(seen, found.prices, strict=True))), found

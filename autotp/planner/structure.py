@@ -37,8 +37,8 @@ __all__ = ["Structure", "structure"]
 class Structure:
     """See the module's docstring. ``nodes`` are (graph node, its choices, number of copies).
 
-    ``lives``: the lifetimes of tensors, cached by `autotp.planner.moments` for all meshes; ``last``: the program of the
-    last mesh before seconds are weighted, cached by `autotp.planner.assemble`.
+    ``lives``: the lifetimes of tensors, cached by `autotp.planner.memory.moments` for all meshes; ``last``: the program of
+    the last mesh before seconds are weighted, cached by `autotp.planner.assemble`.
     """
 
     model: Model

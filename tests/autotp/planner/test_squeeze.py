@@ -21,7 +21,7 @@ from autotp import FAMILIES
 from autotp.costs.floor import least_seconds
 from autotp.costs.footprint import Footprint
 from autotp.costs.priced import Priced
-from autotp.costs.recompute import decided, undecided
+from autotp.costs.recompute import decided, recomputed_by, undecided
 from autotp.costs.step import Moment, Turn
 from autotp.planner import plan_captured, prepare, squeeze
 from autotp.planner.candidates import Candidate, Candidates
@@ -29,7 +29,7 @@ from autotp.planner.choices import Choice
 from autotp.planner.contest import Contest
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NEVER, Deadline, cheapest, copies, evaluate
-from autotp.planner.moments import Moments
+from autotp.planner.memory.moments import Moments
 from autotp.planner.shares import next_shares
 from autotp.plans.options import Options
 from benchmarks.models import Transformer, chain
@@ -137,13 +137,20 @@ def test_what_is_gathered_once_is_that_of_an_exhaustive_search(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["auto", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["none", "overlap"])
 @pytest.mark.parametrize("name", thinned(["vit", "resnet", "llama", "gpt2", "bert", "unet"], first=2, whole=True))
-def test_a_bound_counts_no_more_than_what_is_held(name):
+def test_a_bound_counts_no_more_than_what_is_held(name, schedule, recompute):
     """Compares lower bounds on memory with the footprints of random choices, at every moment of a step."""
     model, args, kwargs = MODELS[name]()
     rng = np.random.default_rng(0)
-    prepared = folded(undecided(prepare(capture(model, args, kwargs))))
-    candidates = Candidates(prepared, autotp.Topology.load("dgx-h100").resized(4), Options(schedule="none"), 0.0)
+    prepared = prepare(capture(model, args, kwargs))
+    if recompute == "auto":
+        prepared = undecided(prepared)
+    else:
+        prepared = replace(prepared, recomputed=recomputed_by(prepared, recompute))
+    prepared, together = folded(prepared), prepared.parameter_bytes if schedule == "overlap" else 0.0
+    candidates = Candidates(prepared, autotp.Topology.load("dgx-h100").resized(4), Options(schedule=schedule), together)
     close = []
     for mesh in ((4,), (2, 2)):
         (restriction,) = candidates.options.family.restrictions(len(mesh))
@@ -177,7 +184,7 @@ def test_a_bound_counts_no_more_than_what_is_held(name):
                 bytes_held = sum(price * moments.bytes(one, choice, surely) for one, price in prices.items())
                 assert evaluate(both, choice).seconds == pytest.approx(3 * seconds + bytes_held, rel=1e-9)
             close.append(moments.bytes(worst, choice, surely=True) / held[worst])
-    assert max(close) > 0.6, "and they are no trivial bounds"
+    assert max(close) > 0.55, "and they are no trivial bounds"
 
 
 class Deep(nn.Module):

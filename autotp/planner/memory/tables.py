@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from autotp.costs.prices import Prices
 from autotp.costs.step import Moment, Turn
 from autotp.planner.choices import Edge
+from autotp.planner.memory.lives import Life
 from passes.layouts.codes import local_elements
 
-__all__ = ["Held", "Ledger", "Life", "Reader", "Sizes", "Tables"]
+__all__ = ["Held", "Ledger", "Sizes", "Tables"]
 
 #: A tensor, the uses that hold it, and which of them share a storage: those that want the same layout ("layouts"), that
 #: return its gradient in the same layout ("gradients"), or both ("pairs").
@@ -23,58 +24,6 @@ Held = tuple[int, tuple[int, ...], str]
 Tables = tuple[dict[int, np.ndarray], dict[Held, np.ndarray]]
 
 _PANELS = 4  # about one part in so many of an operand that is gathered in panels is live at once
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """One use of a tensor by an operator, the reader: when, and what is kept of it for the reader's backward pass.
-
-    ``saves``: it may be kept, with ``panelled`` in its resting layout; where the planner decides, that depends on the
-    choice. ``gradient``: the reader's gradient needs it in any case. ``until``: the last operator whose gradient needs a
-    result of the reader; if the reader is recomputed, that is done by then. ``block``: the last operator of the block in
-    whose backward pass the reader may be recomputed. ``flows``: a gradient comes back; ``same_storage``: it may be that of
-    the reader's result; ``gone``: then the reader's gradients no longer need the tensor. ``ends``: it is a model output.
-    """
-
-    at: int
-    saves: bool
-    gradient: bool
-    until: int
-    block: int
-    panelled: bool
-    view: bool
-    flows: bool
-    same_storage: bool
-    gone: bool
-    ends: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """The lifetime of one tensor: when it is made (-1: before all operators), whether its producer keeps it, its readers.
-
-    ``until``: the last operator of the block in whose backward pass it may be recomputed. ``alone``: of the names of its
-    storage, which are views, it is the one that counts; ``shown``: the size of the storage relative to the tensor.
-    """
-
-    made: int
-    until: int
-    kept: bool
-    view: bool
-    alone: bool
-    shown: float
-    last: int
-    returned: bool
-    readers: tuple[Reader, ...]
-
-    def seen_from(self, at: int) -> Life:
-        """The same, with positions clamped to two operators from ``at``: it does not matter how far away others are."""
-
-        def near(position: int) -> int:
-            return position if position < 0 else max(at - 2, min(position, at + 2))
-
-        readers = tuple(replace(r, at=near(r.at), until=near(r.until), block=near(r.block)) for r in self.readers)
-        return replace(self, made=near(self.made), until=near(self.until), last=near(self.last), readers=readers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,8 +68,8 @@ class Sizes:
 class Ledger:
     """Fills the tables of one moment."""
 
-    def __init__(self, sizes: Sequence[Sizes], prices: Prices, needs: Sequence[int]) -> None:
-        self.prices, self.needs, self.sizes = prices, needs, sizes
+    def __init__(self, sizes: Sequence[Sizes], prices: Prices, needs: Sequence[int], again: Mapping[int, int]) -> None:
+        self.prices, self.needs, self.again, self.sizes = prices, needs, again, sizes
         self.nodes: dict[int, np.ndarray] = {}
         self.tensors: dict[Held, np.ndarray] = {}
 
@@ -146,12 +95,16 @@ class Ledger:
         trained = edge.trained and self.prices.train
         state = self.prices.states(own / edge.cast.rests.itemsize, edge.cast.rests.itemsize)
         forward = moment.turn is Turn.FORWARD
-        come = trained and not forward and moment.at < max(reader.at for reader in life.readers)
-        self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if come else 0.0)))
+        arrived = trained and not forward and moment.at < max(reader.at for reader in life.readers)
+        self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if arrived else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
         self.held(number, kept, count * np.where(edge.regathered[:, None], 0.0, moved))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
+        if number in self.again and not forward and not panelled:  # gathered to recompute a reader, held for its gradient
+            come = moment.at + (moment.turn is not Turn.BACKWARD)
+            early = [use for use, r in enumerate(life.readers) if r.gradient and r.at < moment.at and come <= r.until]
+            self.held(self.again[number], early, count * np.where(edge.regathered[:, None], moved, 0.0))
         if forward and not surely:
             begun = any(reader.at <= moment.at for reader in life.readers)
             later = [use for use, reader in enumerate(life.readers) if reader.at >= moment.at]
@@ -159,7 +112,8 @@ class Ledger:
         elif moment.turn is Turn.BACKWARD:
             if trained and surely:  # a product's weight may be gone when its gradient comes, or is counted above
                 there = np.where(edge.regathered[:, None] | (not kept), moved, 0.0)
-                self.held(number, now, count * np.maximum(there, sizes.back), "pairs")
+                beside = len(now) == 1 and life.readers[now[0]].gradient and not (life.readers[now[0]].gone or panelled)
+                self.held(number, now, count * (there + sizes.back if beside else np.maximum(there, sizes.back)), "pairs")
             else:
                 self.held(number, now, count * (moved + sizes.back if trained else moved), "pairs")
 
@@ -177,12 +131,12 @@ class Ledger:
             return
         in_use = forward and life.made <= at <= life.last
         there = given or life.returned or in_use
-        whole = there or life.kept
+        whole = there or (life.kept and not life.again)
         back = not forward and at <= life.until  # it is recomputed by now
         if whole and not given and not life.view:
             self.own(edge, count * own, recomputed=there or back)
         moved = np.where(stays, 0.0, wanted[None, :])
-        kept = moved if whole else np.broadcast_to(wanted[None, :], stays.shape)
+        kept = moved if whole else np.where(edge.travels if life.brought else np.ones_like(stays), wanted, 0.0)
         saved = [use for use, r in readers if r.saves and not r.panelled and r.at <= at]
         rests = [use for use, r in readers if r.saves and r.panelled and r.at <= at]
         if edge.needs is not None:
@@ -208,6 +162,8 @@ class Ledger:
             self.held(number, views, count * moved)
         if moment.turn is not Turn.ARRIVAL:
             self.held(number, panels, count * moved / _PANELS)
+        if life.again:
+            self.restored(number, edge, life, count, moment)
         if not forward and edge.trained and not given:
             self.gradient(number, edge, life, count, moment)
 
@@ -217,18 +173,26 @@ class Ledger:
         own, wanted, back, stays = sizes.own, sizes.wanted, sizes.back, sizes.stays
         if life.made < 0:
             self.own(edge, count * own)
+            saved = [use for use, r in enumerate(life.readers) if r.saves and r.gradient and r.at <= moment.at]
+            self.held(number, saved, count * np.where(stays, 0.0, wanted[None, :]))
         if not 0 <= life.made <= moment.at:
             return
         kept = np.where(stays, 0.0, wanted[None, :])
+        # A result that its own gradient reads stays from the first gradient that reads it on.
+        now = moment.at + (moment.turn is not Turn.BACKWARD)
+        restored = moment.turn is not Turn.FORWARD and any(r.saves and r.gradient and r.at >= now for r in life.readers)
         if life.returned and moment.turn is not Turn.FORWARD:
             if not life.view and moment.at >= min((r.at for r in life.readers if r.saves), default=0):
                 self.own(edge, count * own)
             if edge.trained and life.made < moment.at:
                 ends = [use for use, r in enumerate(life.readers) if r.ends]
                 self.held(number, ends, np.broadcast_to(count * back, stays.shape), "gradients")
+        elif life.again:
+            kept = np.where(edge.travels, wanted, 0.0)
+            self.restored(number, edge, life, count, moment)
         elif life.alone:
             if life.kept and not life.view:
-                self.own(edge, count * own, recomputed=False)
+                self.own(edge, count * own, recomputed=restored)
             else:
                 kept = np.where(stays, life.shown * wanted[None, :], wanted[None, :])
         kept = count * kept
@@ -239,26 +203,41 @@ class Ledger:
             if r.saves
             and not r.panelled
             and r.at <= moment.at
-            and (r.gradient or moment.turn is Turn.FORWARD or moment.at > r.block)
+            and (r.gradient or (r.block >= 0 and (moment.turn is Turn.FORWARD or moment.at > r.block)))
         ]
         if edge.needs is not None:
-            come = moment.at + (moment.turn is not Turn.BACKWARD)
-            recomputed = [use for use in saved if life.readers[use].gradient and life.readers[use].at == come]
+            recomputed = [use for use in saved if life.readers[use].gradient and life.readers[use].at == now]
             recomputed += [
                 len(life.readers) + use
                 for use in saved
-                if life.readers[use].gradient and life.readers[use].at < moment.at and come <= life.readers[use].until
+                if life.readers[use].gradient and life.readers[use].at < moment.at and now <= life.readers[use].until
             ]
             recomputed = recomputed if moment.turn is not Turn.FORWARD else []
             self.held(self.needs[number], recomputed, np.concatenate([np.zeros_like(kept), kept]))
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is Turn.BACKWARD and edge.trained:
-            readers = enumerate(life.readers)
-            now = [use for use, r in readers if r.at == moment.at and r.flows and not (r.same_storage or r.gone)]
-            self.held(number, now, np.broadcast_to(count * back, stays.shape), "gradients")
+            come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows and not r.same_storage]
+            gone = [use for use in come if life.readers[use].gone]
+            every = np.broadcast_to(count * back, stays.shape)
+            self.held(number, [use for use in come if use not in gone], every, "gradients")
+            if len(come) == 1 and life.alone and life.kept and not life.view:  # its own gradient still reads it
+                self.held(number, gone, np.where(stays, every, 0.0), "pairs")
             if life.made == moment.at and not life.view and any(r.flows for r in life.readers):
                 self.own(edge, count * own)
+
+    def restored(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
+        """Adds what the backward pass restores of a tensor that is recomputed in any case, while gradients read it."""
+        sizes, now = self.sizes[number], moment.at + (moment.turn is not Turn.BACKWARD)
+        if moment.turn is Turn.FORWARD or not life.alone:
+            return
+        own = life.kept and not life.view
+        read = not life.brought and any(r.gradient and r.at >= now for r in life.readers)
+        if own and (read or life.made == now):
+            self.own(edge, count * sizes.own)
+        table = np.where(sizes.stays, 0.0 if own else life.shown * sizes.wanted, sizes.wanted)
+        uses = [use for use, r in enumerate(life.readers) if r.gradient and r.at == now and not r.panelled]
+        self.held(number, uses, count * np.where(edge.travels & life.brought, 0.0, table))
 
     def gradient(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
         """Adds an activation's gradient: in the layouts in which readers return it, then, complete, in the tensor's own."""

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import fx
 
 from autotp.costs.prices import Prices
 from autotp.costs.step import Moment, Turn
 from autotp.planner.assemble import Assembled
 from autotp.planner.choices import Choice, kept_inside, parts_of
 from autotp.planner.ilp import Deadline, Node, Problem, Tensor, Use, cheapest, least
+from autotp.planner.memory.lives import Lives
+from autotp.planner.memory.tables import Held, Ledger, Sizes, Tables
 from autotp.planner.structure import Structure
-from autotp.planner.tables import Held, Ledger, Life, Reader, Sizes, Tables
-from passes.rules.factors import Value
 from passes.rules.kept import working
-from passes.rules.shapes import results_of
-from passes.rules.table import rule_of
-from passes.sharding.panel import data_position
 
 __all__ = ["Moments"]
 
@@ -57,20 +53,22 @@ class Moments:
         self.model = self.structure.model
         key = panelled, prices.train
         if key not in self.structure.lives:
-            self.structure.lives[key] = _Lives(self.structure, *key)
-        self.lives: _Lives = self.structure.lives[key]
+            self.structure.lives[key] = Lives(self.structure, *key)
+        self.lives: Lives = self.structure.lives[key]
         self.order = self.lives.order
         numbers = itertools.count(len(self.structure.edges))
         self.needs = [number if edge.needs is None else next(numbers) for number, edge in enumerate(self.structure.edges)]
-        self.tensors = _twice(assembled.problem.tensors, self.structure, self.needs)
+        self.tensors = list(assembled.problem.tensors)
+        self.again = self._recomputed_uses()
         self.shared = shared
         of = Sizes.shared if shared else Sizes.of
         self.sizes = [of(edge, prices.mesh) for edge in self.structure.edges]
         self.first = dict(enumerate(edge.first for edge in self.structure.edges))
         self.first |= {number: edge.first for number, edge in zip(self.needs, self.structure.edges, strict=True)}
+        self.first |= {again: self.first[number] for number, again in self.again.items()}
         self.inside = self._inside()
         self.known: dict[tuple[Moment, bool], Tables] = {}
-        self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
+        self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in self.tensors]
 
     @property
     def usual(self) -> list[Moment]:
@@ -103,8 +101,9 @@ class Moments:
         )
         found = []
         for number, tensor in enumerate(self.tensors):
-            cost, every = self.allowed[number], problem.tensors[number].uses
-            if besides is not None:
+            here = number < len(problem.tensors)
+            cost, every = self.allowed[number], problem.tensors[number].uses if here else tensor.uses
+            if besides is not None and here:
                 cost = besides.tensors[number].cost if price == 1.0 else price * besides.tensors[number].cost
             alone: dict[int, np.ndarray] = {}
             for (uses, once), table in held.get(number, {}).items():
@@ -169,7 +168,7 @@ class Moments:
         return nodes, tensors
 
     def _tables(self, moment: Moment, surely: bool) -> Tables:
-        tables = Ledger(self.sizes, self.prices, self.needs)
+        tables = Ledger(self.sizes, self.prices, self.needs, self.again)
         self.deadline.check()
         for number, (edge, lives) in enumerate(zip(self.structure.edges, self.lives.around(moment.at), strict=True)):
             for life, count in lives.items():
@@ -184,6 +183,19 @@ class Moments:
                 now = besides if moment == (at, Turn.BACKWARD) else 0.0
                 tables.nodes[number] = tables.nodes.get(number, 0.0) + kept + now
         return tables.nodes, tables.tensors
+
+    def _recomputed_uses(self) -> dict[int, int]:
+        """Adds uses by recomputed readers: to needed tensors (`Needs`), and of parameters, as further tensors, returned."""
+        found = {}
+        for number, edge in enumerate(self.structure.edges):
+            tensor = self.tensors[self.needs[number]]
+            uses = [_if_recomputed(use, self.structure) for use in tensor.uses]
+            if edge.needs is not None:
+                self.tensors[self.needs[number]] = replace(tensor, uses=(*tensor.uses, *uses))
+            elif edge.parameter and edge.trained and any((use.want >= 0).any() for use in uses):
+                found[number] = len(self.tensors)
+                self.tensors.append(_tensor(tensor, uses, np.zeros(tensor.cost.shape)))
+        return found
 
     def _inside(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """For operators that keep more than operands and results: node, position, bytes kept, and bytes to work with."""
@@ -203,117 +215,10 @@ class Moments:
         return found
 
 
-class _Lives:
-    """The lifetimes of the tensors of a structure's plans, which are the same on all meshes."""
-
-    def __init__(self, structure: Structure, panelled: bool, train: bool) -> None:
-        self.structure, self.model, self.panelled, self.train = structure, structure.model, panelled, train
-        self.order = {node: at for at, node in enumerate(self.model.operators)}
-        self.readers = self._readers()
-        self.latest = {value[0]: at for node, at in self.order.items() for value in self.model.saved[node]}
-        self.every = [Counter(self._life(value) for value in edge.copies) for edge in structure.edges]
-        self.known: dict[int, list[Counter[Life]]] = {}
-
-    def around(self, at: int) -> list[Counter[Life]]:
-        """For every edge, the lives of its tensors as seen from an operator, with the number of tensors of each."""
-        if at not in self.known:
-            self.known[at] = [Counter[Life]() for _ in self.every]
-            for lives, found in zip(self.every, self.known[at], strict=True):
-                for life, count in lives.items():
-                    found[life.seen_from(at)] += count
-        return self.known[at]
-
-    def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
-        """The readers of every tensor, in the order of the uses of the tensor that stands for it."""
-        stands, index = self.model.stands, self.structure.index
-        return {
-            value: sorted(uses, key=lambda use: (index[stands.get(use[0], use[0])], use[1]))
-            for value, uses in self.model.readers.items()
-        }
-
-    def _life(self, value: Value) -> Life:
-        producer = value[0]
-        readers = tuple(self._reader(value, user, position) for user, position in self.readers[value])
-        ends = len(self.order)
-        return Life(
-            made=self.order.get(producer, -1),
-            until=self.order.get(self.model.undecided.get(producer, producer), -1),
-            kept=producer in self.order
-            and self.model.kept(producer).results
-            and value in self.model.trained
-            and producer not in self.model.recomputed,
-            view=producer in self.model.shown,
-            alone=self._alone(value),
-            shown=self._shown(value),
-            last=self._last(value),
-            returned=any(reader.at == ends for reader in readers),
-            readers=readers,
-        )
-
-    def _last(self, value: Value) -> int:
-        """The last operator that reads a tensor or a view of it."""
-        last = self.order.get(value[0], -1)
-        for user, position in self.readers.get(value, ()):
-            last = max(last, self.order.get(user, -1))
-            if position == 0 and self.model.shown.get(user) == value:
-                last = max(last, self._last((user, 0)))
-        return last
-
-    def _alone(self, value: Value) -> bool:
-        """Whether this is, of all names of a storage, the one that most readers save; saves for gradients count first."""
-        root = self.model.root(value)
-        if root[0].op == "placeholder":
-            return False
-        best, most, names = root, (-1, -1), [root]
-        for name in names:
-            readers = self.readers.get(name, ())
-            gradients = sum(user in self.order and name in self.model.saved[user] for user, _ in readers)
-            gradients += name[0] in self.order and self.model.kept(name[0]).results
-            saves = (
-                gradients,
-                sum(user in self.model.undecided and self.model.shown.get(user) != name for user, _ in readers),
-            )
-            best, most = (name, saves) if saves > most else (best, most)
-            names += [(user, 0) for user, position in readers if position == 0 and self.model.shown.get(user) == name]
-        return value == best
-
-    def _shown(self, value: Value) -> float:
-        """The size of a tensor's storage relative to the tensor: above 1 for a part of it, below 1 if it is expanded."""
-        root, number = self.model.root(value)
-        return results_of(root)[number].numel() / max(1, self.model.named[value].meta["val"].numel())
-
-    def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
-        if user not in self.order:
-            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, False, True)
-        given, rule = value[0].op == "placeholder", rule_of(user)
-        gradient = value in self.model.saved[user]
-        if given:  # a lowering need not read placeholders
-            found = self.model.operators[user].rule
-            gradient = position in self.model.kept(user).operands and not (found is not None and found.inner)
-        saves = value[0] not in self.model.recomputed and (gradient or (user in self.model.undecided and not given))
-        block = self.order[self.model.undecided[user]] if user in self.model.undecided else -1
-        until = self.latest.get(user, -1) if block >= 0 else -1
-        data = self.panelled and data_position(user) == position
-        view, flows = position == 0 and self.model.shown.get(user) == value, user in self.model.differentiated
-        same, saves = rule is not None and (rule.hands_on or rule.view), saves and self.train
-        turns = self.model.turns.get(user, ())
-        order = [i for i, _ in turns]
-        gone = gradient and position in order and not any(reads for _, reads in turns[order.index(position) + 1 :])
-        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, ends=False)
-
-
-def _twice(tensors: Sequence[Tensor], structure: Structure, needs: Sequence[int]) -> list[Tensor]:
-    """The tensors of a program, with the uses of needed ones (`Needs`) repeated for readers that are recomputed."""
-    found = list(tensors)
-    for edge, number in zip(structure.edges, needs, strict=True):
-        if edge.needs is not None:
-            more = []
-            for use in found[number].uses:
-                choice = structure.nodes[use.node][1]
-                recomputing = choice.recomputing if isinstance(choice, Choice) else np.zeros(len(use.want), bool)
-                more.append(Use(use.node, np.where(recomputing, use.want, -1)))
-            found[number] = replace(found[number], uses=(*found[number].uses, *more))
-    return found
+def _if_recomputed(use: Use, structure: Structure) -> Use:
+    """The use of a tensor by a reader in those of its choices that recompute the reader."""
+    choice = structure.nodes[use.node][1]
+    return Use(use.node, np.where(choice.recomputing if isinstance(choice, Choice) else False, use.want, -1))
 
 
 def _tensor(tensor: Tensor, uses: Sequence[Use], cost: np.ndarray) -> Tensor:

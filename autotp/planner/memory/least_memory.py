@@ -24,7 +24,7 @@ from autotp.planner.assemble import Assembled
 from autotp.planner.candidates import Candidate, Candidates
 from autotp.planner.describe import Found
 from autotp.planner.ilp import Deadline, Expired, Problem, cheapest, evaluate
-from autotp.planner.moments import Moments
+from autotp.planner.memory.moments import Moments
 from autotp.planner.shares import next_shares
 
 __all__ = ["Least", "Smallest", "quicker", "smallest"]
