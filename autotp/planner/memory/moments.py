@@ -68,7 +68,7 @@ class Moments:
         self.first |= {again: self.first[number] for number, again in self.again.items()}
         self.inside = self._inside()
         self.known: dict[tuple[Moment, bool], Tables] = {}
-        self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in self.tensors]
+        self.allowed = [np.where(np.isfinite(t.cost), 0.0, np.inf) for t in assembled.problem.tensors]
 
     @property
     def usual(self) -> list[Moment]:
@@ -101,9 +101,10 @@ class Moments:
         )
         found = []
         for number, tensor in enumerate(self.tensors):
-            here = number < len(problem.tensors)
-            cost, every = self.allowed[number], problem.tensors[number].uses if here else tensor.uses
-            if besides is not None and here:
+            cost, every = tensor.cost, tensor.uses
+            if number < len(problem.tensors):
+                cost, every = self.allowed[number], problem.tensors[number].uses
+            if besides is not None and number < len(problem.tensors):
                 cost = besides.tensors[number].cost if price == 1.0 else price * besides.tensors[number].cost
             alone: dict[int, np.ndarray] = {}
             for (uses, once), table in held.get(number, {}).items():
