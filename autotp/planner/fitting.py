@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ _SLIGHT = 0.01  # relative; the search for a bound on chunked plans ends if it c
 _TIGHT = 0.5  # share of the memory; if the cheap lower bound, which may be loose, is above it, a tighter one is computed
 _CLOSE = 0.8  # share of the memory; if the tighter bound is above it, the plan with the least memory is searched first
 _LOOKING = 3.0  # seconds after which, for a job that does not fit, no more meshes are tried if a plan is known
-_FAR = 0.95  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
+_FAR = 0.99  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
 _FAMILIES = 0.5  # largest share of the remaining time for families
 _EFFORT = 4_000  # operators, summed over the programs that are tried for the least memory of a job known not to fit
 _MANY = 10  # tries from which on another family is tried too
@@ -92,12 +92,12 @@ def _of_recomputing(plain: Contest, short: Contest, meshes: Sequence[tuple[int, 
     found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
     if options.compile:
         fused = plain.of(folded(within_kernels(model)))
-        found = _faster(found, fused, fused, meshes, analysis)
+        found = _faster(found, partial(_best, fused, fused, meshes, analysis))
     short_of_memory = found.contest is not found.plain
     if found.found.best is None or (short_of_memory and found.floor < _FAR * _seconds(found)):
         for way in ("selective", "full"):
             fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
-            found = _faster(found, fixed, fixed, meshes, analysis)
+            found = _faster(found, partial(_best, fixed, fixed, meshes, analysis))
     return found
 
 
@@ -113,14 +113,14 @@ def _of_families(
         fewer = replace(contest.within(family.name), deadline=contest.deadline.within(time))
         shown = [mesh for mesh in meshes if family.least <= len(mesh) <= family.axes]
         if shown and time > _HURRY * analysis:
-            known = replace(_faster(known, *ways(fewer), shown, analysis), floor=known.floor)
+            known = replace(_faster(known, partial(_of_recomputing, *ways(fewer), shown, analysis)), floor=known.floor)
     return known
 
 
-def _faster(known: Outcome, plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """The known outcome, or that of other contests if its step is shorter, with the lower bound of both."""
+def _faster(known: Outcome, search: Callable[[], Outcome]) -> Outcome:
+    """The known outcome, or another one if its step is shorter, with the lower bound of both."""
     try:
-        other = _best(plain, short, meshes, analysis)
+        other = search()
     except (BatchError, Expired) as error:
         return replace(known, floor=min(known.floor, error.bound if isinstance(error, Expired) else 0.0))
     if other.found.best is None:

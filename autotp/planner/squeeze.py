@@ -213,7 +213,7 @@ class _Squeeze:
         """
         lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
-        mixture: Sequence[float] = ()
+        first, mixture = point, list[float]()
         for _ in range(_ROUNDS):
             if lines and self.contest.deadline.over:
                 break
@@ -227,6 +227,8 @@ class _Squeeze:
             if new:
                 high, self.point = value, point
             hopeless = lines and high > _HOPELESS * min(one.step for one in lines.values())
+            if hopeless:
+                self.point = first  # prices at which nothing fits give poor bounds on other meshes
             if hopeless or (choice in lines and not new):
                 break
             if choice not in lines:
@@ -234,7 +236,7 @@ class _Squeeze:
                 parts = one.found.priced.sums.at_least(chunks).sides if chunks > 1 else one.sides
                 lines[choice] = replace(one, sides=parts)
             point, following = self.follow(lines, moments if surely else None)
-            mixture = following.mixture
+            mixture = list(following.mixture)
             if following.value * (1 - within) <= high and self.best is not None:
                 break
         with suppress(Expired):
