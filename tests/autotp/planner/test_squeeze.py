@@ -187,12 +187,16 @@ def test_a_bound_counts_no_more_than_what_is_held(name, schedule, recompute):
     assert max(close) > 0.55, "and they are no trivial bounds"
 
 
-@pytest.mark.parametrize("mesh", [(8,), (4, 2), (2, 2, 2)])
-def test_the_bound_of_a_plan_that_recomputes_nothing_is_what_it_holds(mesh):
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "mesh"),
+    [("auto", "overlap", (8,)), ("auto", "overlap", (4, 2)), ("megatron-1d", "overlap", (4, 2)), ("zero3", "none", (8,))],
+)
+def test_the_bound_of_a_plan_that_recomputes_nothing_is_what_it_holds(strategy, schedule, mesh):
     """A product's gradients, its weight, and results that other gradients read are all held together at the peak."""
     captured = capture(*chain(2, 256, 1024, 32, 64))
-    candidates = Candidates(folded(prepare(captured)), autotp.Topology.flat(8), Options(schedule="none"), 0.0)
-    (restriction,) = candidates.options.family.restrictions(len(mesh))
+    model, options = folded(prepare(captured)), Options(strategy, schedule=schedule)
+    candidates = Candidates(model, autotp.Topology.flat(8), options, model.parameter_bytes if options.hides else 0.0)
+    (restriction,) = options.family.restrictions(len(mesh))
     candidate = Candidate(mesh, restriction, 1)
     assembled = candidates.assemble(candidate)
     choice = cheapest(assembled.problem, Deadline())
