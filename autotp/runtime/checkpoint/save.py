@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,32 +181,55 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
     """Moves the written files into the directory, then removes replaced files and what killed calls have left.
 
     The old ``last`` is removed first: if this call were killed in between, an old index could name a mixture of old and new
-    files of the same names.
+    files of the same names. If a move fails, the old files are restored, except where the file system has no hard links.
     """
     mask = os.umask(0)
     os.umask(mask)
     made = sorted(staging.iterdir(), key=lambda file: (file.name == last, file.name))
     places = [(file, target / file.name if file.is_dir() else regular_target(target / file.name)) for file in made]
-    before = Path(tempfile.mkdtemp(dir=target, prefix=_STAGING))
-    if made and made[-1].name == last:
-        places[-1][1].unlink(missing_ok=True)
+    before, undo = Path(tempfile.mkdtemp(dir=target, prefix=_STAGING)), ExitStack()
+
+    def keep(place: Path) -> None:
+        if not place.exists():
+            undo.callback(place.unlink, missing_ok=True)
+            return
+        with suppress(OSError):
+            os.link(place, before / place.name)
+            undo.callback(os.replace, before / place.name, place)
 
     def discard() -> None:
         for file in sorted(target.iterdir()):
             if replaced is not None and replaced.fullmatch(file.name) and file.name not in {each.name for each in made}:
+                keep(file)
                 file.unlink()
 
-    for file, place in places:
+    def move(file: Path, place: Path) -> None:
         if file.name == last:
             discard()  # without an index, an old single file would be loaded
         if file.is_dir():
             if place.is_dir():
                 place.rename(before / place.name)
+                undo.callback(os.rename, before / place.name, place)
             file.rename(place)
-            continue
+            undo.callback(os.rename, place, file)
+            return
         if file.suffix == ".safetensors":
             file.chmod(0o666 & ~mask)  # safetensors makes files that other users cannot read
+        if file.name != last:
+            keep(place)
         move_atomically(file, place)
+
+    try:
+        if made and made[-1].name == last:
+            keep(places[-1][1])
+            places[-1][1].unlink(missing_ok=True)
+        for file, place in places:
+            move(file, place)
+    except Exception:
+        with suppress(OSError):
+            undo.close()
+        shutil.rmtree(before, ignore_errors=True)
+        raise
     for left in target.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
     discard()

@@ -380,6 +380,26 @@ def test_an_old_single_file_is_not_loaded_in_the_place_of_new_ones(parallel, tmp
         autotp.load_pretrained(parallel, tmp_path)
 
 
+@pytest.mark.parametrize("sizes", [(60, 61), (60, 5e9), (5e9, 60), (5e9, 5e9)])
+def test_old_files_are_restored_if_a_move_fails(parallel, tmp_path, monkeypatch, sizes):
+    old, new = sizes
+    autotp.save_pretrained(parallel, tmp_path, max_shard_size=old)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+
+    def fails(file, place):
+        if place.name in (save.INDEX, save.WHOLE):  # the last one
+            raise OSError("the server does not answer")
+        move_atomically(file, place)
+
+    with monkeypatch.context() as patched, pytest.raises(autotp.AutotpError, match="the server does not answer"):
+        patched.setattr(save, "move_atomically", fails)
+        autotp.save_pretrained(parallel, tmp_path, max_shard_size=new, config=transformers.LlamaConfig())
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_nothing_is_replaced_where_one_file_cannot_be(parallel, tmp_path):
     autotp.save_pretrained(parallel, tmp_path, max_shard_size=60)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
