@@ -216,6 +216,10 @@ class Ledger:
             self.held(self.needs[number], recomputed, np.concatenate([np.zeros_like(kept), kept]))
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
+        if moment.turn is not Turn.FORWARD and edge.trained and life.made < moment.at and not life.returned:
+            # One of the gradients that have come waits, alone or in a sum, for those of earlier readers.
+            later = [use for use, r in enumerate(life.readers) if r.at > moment.at and r.flows and not r.same_storage]
+            self.held(number, later[:1], count * np.minimum(back[None, :], own[:, None]), "pairs")
         if moment.turn is Turn.BACKWARD and edge.trained:
             come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows and not r.same_storage]
             gone = [use for use in come if life.readers[use].gone]
