@@ -199,7 +199,10 @@ class Moments:
         return found
 
     def _inside(self) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
-        """For operators that keep more than operands and results: node, position, bytes kept, and bytes to work with."""
+        """For operators that keep more than operands and results: node, position, bytes kept, and bytes while it is needed.
+
+        The latter are those to work with, and those that are recomputed then.
+        """
         found, known = [], dict[int, np.ndarray]()
         for node, at in self.order.items():
             number = self.structure.index[self.model.stands.get(node, node)]
@@ -209,10 +212,11 @@ class Moments:
                 kept = choice.twice(kept_inside(choice, self.prices.mesh))
                 if self.shared:
                     kept = np.full_like(kept, kept.max() / math.prod(self.prices.mesh))
-                known[number] = kept * ~choice.recomputing
-            kept = known[number]
-            if kept.any() and node not in self.model.recomputed:
-                found.append((number, at, kept, choice.twice(parts_of(choice, working(node), self.prices.mesh))))
+                known[number] = kept
+            if known[number].any():
+                kept = known[number] * (~choice.recomputing & (node not in self.model.recomputed))
+                besides = choice.twice(parts_of(choice, working(node), self.prices.mesh))
+                found.append((number, at, kept, besides + known[number] - kept))
         return found
 
 
