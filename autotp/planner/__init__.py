@@ -4,7 +4,7 @@ Input: a captured model, a topology and options; output: the plan with the short
 ties identical operators (`folding`). For every mesh, it lists the choices (`structure`, `choices`), builds an integer
 program (`assemble`, `candidates`) and solves it (`ilp`); `contest` compares the meshes, `describe` writes the best plan.
 Where memory is short, `fitting` calls `squeeze` and `mixing`, which use the bytes that plans hold (`memory`), and `exact`,
-for small programs; `least_step` adds chunks, with the `shares` of what limits a step.
+for small programs; `ways` is the order of all searches. `least_step` adds chunks, with the `shares` of what limits a step.
 """
 
 from autotp.planner.candidates import candidate_meshes

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from autotp.costs.floor import least_bytes
-from autotp.costs.recompute import recomputed_by, undecided, within_kernels
+from autotp.costs.recompute import recomputed_by, undecided
 from autotp.errors import BatchError
 from autotp.planner.assemble import EVEN
 from autotp.planner.candidates import Candidate, in_haste
 from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
-from autotp.planner.ilp import NEVER, Deadline, Expired, frozen
+from autotp.planner.ilp import NEVER, Deadline, Expired
 from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
 from autotp.planner.squeeze import squeeze
-from autotp.plans.families import FAMILIES
 from costmodel import overlap
 from costmodel.overlap import Weights
 
-__all__ = ["Outcome", "best_of_ways", "floor_of", "tries", "ways"]
+__all__ = ["HURRY", "Outcome", "best_plan", "floor_of", "seconds_of", "tries", "ways"]
 
-_HALF = 0.5  # share of the time for plans that recompute only where memory is short
-_HURRY = 100  # multiple of the analysis time; with less time left, a heuristic looks for a plan first
+HURRY = 100  # multiple of the analysis time; with less time left, a heuristic looks for a plan first
 _HASTE = 1 / 3  # share of the time for that heuristic where memory is short
 _SEARCH = 0.75  # share of the time for plans without chunks, if chunks may be used
 _ALL = 0.9  # the same share, if chunks may not be used
@@ -38,8 +36,6 @@ _SLIGHT = 0.01  # relative; the search for a bound on chunked plans ends if it c
 _TIGHT = 0.5  # share of the memory; if the cheap lower bound, which may be loose, is above it, a tighter one is computed
 _CLOSE = 0.8  # share of the memory; if the tighter bound is above it, the plan with the least memory is searched first
 _LOOKING = 3.0  # seconds after which, for a job that does not fit, no more meshes are tried if a plan is known
-_FAR = 0.99  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
-_FAMILIES = 0.5  # largest share of the remaining time for families
 _EFFORT = 4_000  # operators, summed over the programs that are tried for the least memory of a job known not to fit
 _MANY = 10  # tries from which on another family is tried too
 _FEW = 40  # most operators of a model whose identical layers are decided separately
@@ -59,79 +55,10 @@ class Outcome:
     chunks: Mapping[str, int] | None = None
 
 
-@frozen()
-def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """Returns the best plan over meshes and over decisions what to recompute.
-
-    If memory is short, the planner decides for each operator that ``full`` recomputes. If nothing fits, or only plans far
-    from the bound, it also tries to recompute all that ``selective`` or ``full`` do. With a fusing compiler, recomputing
-    what stays inside its kernels may also save time: results that are not kept are neither written nor read. If the gap
-    exceeds the requested one, single families are searched too: the search is better over fewer choices.
-
-    Args:
-        plain, short: the two contests of the job, from ``ways``.
-        meshes: to search.
-        analysis: seconds that the analysis of the distinct operators took; a measure of the time of other phases.
-
-    Raises:
-        Expired: the deadline passed before any plan was found.
-    """
-    begun = plain.deadline.clock()
-    found = _of_recomputing(plain, short, meshes, analysis)
-    if found.found.best is None or found.floor >= (1 - plain.candidates.options.gap) * _seconds(found):
-        return found
-    return _of_families(found, plain, meshes, analysis, plain.deadline.clock() - begun)
-
-
-def _of_recomputing(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
-    """``best_of_ways`` over the whole family at once, without a search of single families."""
-    options, model = plain.candidates.options, plain.candidates.model
-    if not options.trains or options.recompute != "auto":
-        return _best(plain, short, meshes, analysis)
-    deadline = replace(plain.deadline, shared=True).part(_HALF) if options.compile else plain.deadline
-    found = _best(replace(plain, deadline=deadline), replace(short, deadline=deadline), meshes, analysis)
-    if options.compile:
-        fused = plain.of(folded(within_kernels(model)))
-        found = _faster(found, partial(_best, fused, fused, meshes, analysis))
-    short_of_memory = found.contest is not found.plain
-    if found.found.best is None or (short_of_memory and found.floor < _FAR * _seconds(found)):
-        for way in ("selective", "full"):
-            fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
-            found = _faster(found, partial(_best, fixed, fixed, meshes, analysis))
-    return found
-
-
-def _of_families(
-    known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float, spent: float
-) -> Outcome:
-    """The known plan, or a faster one of a family, in ``spent`` seconds, or half of the rest if far from the bound."""
-    families = [one for name, one in FAMILIES.items() if name != "auto"]
-    far, half = known.floor < _FAR * _seconds(known), _FAMILIES * contest.deadline.left
-    until = contest.deadline.within(half if far else min(spent, half))
-    for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
-        time = until.left / (len(families) - number if far else 1)
-        fewer = replace(contest.within(family.name), deadline=contest.deadline.within(time))
-        shown = [mesh for mesh in meshes if family.least <= len(mesh) <= family.axes]
-        if shown and time > _HURRY * analysis:
-            known = replace(_faster(known, partial(_of_recomputing, *ways(fewer), shown, analysis)), floor=known.floor)
-    return known
-
-
-def _faster(known: Outcome, search: Callable[[], Outcome]) -> Outcome:
-    """The known outcome, or another one if its step is shorter, with the lower bound of both."""
-    try:
-        other = search()
-    except (BatchError, Expired) as error:
-        return replace(known, floor=min(known.floor, error.bound if isinstance(error, Expired) else 0.0))
-    if other.found.best is None:
-        return known if known.found.best is not None else min(known, other, key=lambda one: one.found.used)
-    return replace(min(known, other, key=_seconds), floor=min(known.floor, other.floor))
-
-
-def _best(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
+def best_plan(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
     """The best plan of ``contest`` or, if memory is short, of ``short``, which also decides what to recompute."""
     share = _SEARCH if most_chunks(contest.candidates.options) > 1 else _ALL
-    hurried, first = contest.deadline.left < _HURRY * analysis, None
+    hurried, first = contest.deadline.left < HURRY * analysis, None
     large = len({*contest.candidates.model.stands.values()}) > _LARGE
     deadline = replace(contest.deadline, shared=hurried or large)
     if hurried or (large and floor_of(contest) > _TIGHT * contest.allowed):
@@ -152,7 +79,7 @@ def _best(contest: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], a
     return _in_chunks(meshes, outcome)
 
 
-def _seconds(outcome: Outcome) -> float:
+def seconds_of(outcome: Outcome) -> float:
     """Seconds of the best plan's step in its chunks; infinite without a plan."""
     best, hides = outcome.found.best, outcome.contest.candidates.options.hides
     if best is None:

@@ -18,11 +18,12 @@ from autotp.errors import AutotpError, ConstraintError, TimeLimitError
 from autotp.planner.candidates import Candidates, candidate_meshes
 from autotp.planner.contest import Contest
 from autotp.planner.describe import AXIS_NAMES, describe_plan
-from autotp.planner.fitting import best_of_ways, ways
+from autotp.planner.fitting import ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import NEVER, NO_LAYOUT, Deadline
 from autotp.planner.least_step import best_chunks, chunked, in_parts, sharding_of
 from autotp.planner.refusal import Job, Recapture, nothing_fits, part_of
+from autotp.planner.ways import best_of_ways
 from autotp.plans.constraints import Constraint, minimal, requirements
 from autotp.plans.families import Family
 from autotp.plans.options import Options, machine_of
