@@ -25,7 +25,7 @@ class Reader:
     result of the reader; if the reader is recomputed, that is done by then. ``block``: the first operator, in the order of
     the backward pass, in whose turn the reader may be recomputed; -1: unknown. ``flows``: a gradient comes back;
     ``same_storage``: it may be that of the reader's result; ``gone``: then the reader's gradients no longer need the
-    tensor. ``ends``: it is a model output.
+    tensor; ``additive``: it needs no other operand, which may be gone then. ``ends``: it is a model output.
     """
 
     at: int
@@ -38,6 +38,7 @@ class Reader:
     flows: bool
     same_storage: bool
     gone: bool
+    additive: bool
     ends: bool
 
 
@@ -182,7 +183,7 @@ class Lives:
 
     def _reader(self, value: Value, user: fx.Node, position: int) -> Reader:
         if user not in self.order:
-            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, False, True)
+            return Reader(len(self.order), False, False, -1, -1, False, False, True, False, False, False, True)
         given, rule = value[0].op == "placeholder", rule_of(user)
         gradient = read = value in self.model.saved[user]
         again, brought = value[0] in self.model.recomputed, self.model.recomputed.get(value[0]) is False
@@ -200,4 +201,5 @@ class Lives:
         turns = self.model.turns.get(user, ())
         order = [i for i, _ in turns]
         gone = gradient and position in order and not any(reads for _, reads in turns[order.index(position) + 1 :])
-        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, ends=False)
+        additive = rule is not None and position in rule.additive
+        return Reader(self.order[user], saves, gradient, until, block, data, view, flows, same, gone, additive, ends=False)

@@ -96,6 +96,9 @@ class Ledger:
         state = self.prices.states(own / edge.cast.rests.itemsize, edge.cast.rests.itemsize)
         forward = moment.turn is Turn.FORWARD
         arrived = trained and not forward and moment.at < max(reader.at for reader in life.readers)
+        if arrived and surely and moment.at >= min(reader.at for reader in life.readers):  # or not summed yet
+            arrived, later = False, [use for use, r in enumerate(life.readers) if r.at > moment.at]
+            self.held(number, later[:1], count * np.minimum(sizes.back[None, :], own[:, None]), "pairs")
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if arrived else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
@@ -111,6 +114,7 @@ class Ledger:
             self.held(number, later if begun else [], count * moved)
         elif moment.turn is Turn.BACKWARD:
             if trained and surely:  # a product's weight may be gone when its gradient comes, or is counted above
+                now = [use for use in now if not life.readers[use].additive]
                 there = np.where(edge.regathered[:, None] | (not kept), moved, 0.0)
                 beside = len(now) == 1 and life.readers[now[0]].gradient and not (life.readers[now[0]].gone or panelled)
                 self.held(number, now, count * (there + sizes.back if beside else np.maximum(there, sizes.back)), "pairs")
@@ -221,7 +225,8 @@ class Ledger:
             later = [use for use, r in enumerate(life.readers) if r.at > moment.at and r.flows and not r.same_storage]
             self.held(number, later[:1], count * np.minimum(back[None, :], own[:, None]), "pairs")
         if moment.turn is Turn.BACKWARD and edge.trained:
-            come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows and not r.same_storage]
+            come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows]
+            come = [use for use in come if not (life.readers[use].same_storage or life.readers[use].additive)]
             gone = [use for use in come if life.readers[use].gone]
             every = np.broadcast_to(count * back, stays.shape)
             self.held(number, [use for use in come if use not in gone], every, "gradients")
