@@ -19,6 +19,7 @@ __all__ = ["best_of_ways"]
 _HALF = 0.5  # share of the time for plans that recompute only where memory is short
 _FAR = 0.99  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
 _FAMILIES = 0.5  # largest share of the remaining time for families
+_LEAST = 5.0  # seconds for families, at least, unless that is more than their share
 
 
 @frozen()
@@ -75,16 +76,20 @@ def _with_fixed(known: Outcome, plain: Contest, meshes: Sequence[tuple[int, ...]
 def _of_families(
     known: Outcome, contest: Contest, meshes: Sequence[tuple[int, ...]], analysis: float, spent: float
 ) -> Outcome:
-    """The known plan, or a faster one of a family, in ``spent`` seconds, or half of the rest if far from the bound."""
+    """The known plan, or a faster one of a family.
+
+    Takes about ``spent`` seconds; far from the bound, up to half of the rest, and with fixed recomputation, too.
+    """
     families = [one for name, one in FAMILIES.items() if name != "auto"]
     far, half = known.floor < _FAR * seconds_of(known), _FAMILIES * contest.deadline.left
-    until = contest.deadline.within(half if far else min(spent, half))
+    until = contest.deadline.within(half if far else min(max(spent, _LEAST), half))
     for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
         time = until.left / (len(families) - number if far else 1)
         fewer = replace(contest.within(family.name), deadline=contest.deadline.within(time))
         shown = [mesh for mesh in meshes if family.least <= len(mesh) <= family.axes]
         if shown and time > HURRY * analysis:
-            found = _faster(known, partial(_of_family, *ways(fewer), shown, analysis))
+            search = _of_family if far else _decided
+            found = _faster(known, partial(search, *ways(fewer), shown, analysis))
             known = replace(found, floor=known.floor)
     return known
 
