@@ -19,7 +19,7 @@ __all__ = ["best_of_ways"]
 _HALF = 0.5  # share of the time for plans that recompute only where memory is short
 _FAR = 0.99  # share of a step; a bound below it is far off: memory decides more than the search knows of choices
 _FAMILIES = 0.5  # largest share of the remaining time for families
-_LEAST = 5.0  # seconds for families, at least, unless that is more than their share
+_LEAST = 10.0  # seconds for families, at least, unless that is more than their share
 
 
 @frozen()
@@ -81,6 +81,7 @@ def _of_families(
     Takes about ``spent`` seconds; far from the bound, up to half of the rest, and with fixed recomputation, too.
     """
     families = [one for name, one in FAMILIES.items() if name != "auto"]
+    families.sort(key=lambda family: family.name != "zero3")  # it shards all state, so it is the likeliest to fit
     far, half = known.floor < _FAR * seconds_of(known), _FAMILIES * contest.deadline.left
     until = contest.deadline.within(half if far else min(max(spent, _LEAST), half))
     for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
