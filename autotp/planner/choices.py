@@ -171,7 +171,10 @@ class Edge:
 
     @cached_property
     def first(self) -> Mapping[str, np.ndarray]:
-        """For each column, the first one with that layout, or gradient, by key of `.memory.tables.Held`, ``[W]``."""
+        """For each column, the first one with that layout, or gradient, ``[W]``.
+
+        The keys are those of ``Held`` in `autotp.planner.memory.tables`.
+        """
         return {"layouts": _first(self.wants), "gradients": _first(self.gradients)}
 
 

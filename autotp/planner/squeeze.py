@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 from autotp.costs.floor import least_seconds
 from autotp.costs.step import Moment
@@ -213,7 +213,12 @@ class _Squeeze:
         """
         lines: dict[tuple[int, ...], Met] = {}
         high, point, within = -math.inf, self.point, self.contest.candidates.options.gap / 4
-        first, mixture = point, list[float]()
+        first, mixture = point, ()  # type: tuple[_Point, Sequence[float]]
+
+        @cache
+        def held(choice: tuple[int, ...], moment: Moment) -> float:
+            return moments.bytes(moment, choice, True) if surely else lines[choice].held.get(moment, 0.0)
+
         for _ in range(_ROUNDS):
             if lines and self.contest.deadline.over:
                 break
@@ -235,12 +240,12 @@ class _Squeeze:
                 one = self.offer(self.contest.candidates.found(candidate, assembled, choice))
                 parts = one.found.priced.sums.at_least(chunks).sides if chunks > 1 else one.sides
                 lines[choice] = replace(one, sides=parts)
-            point, following = self.follow(lines, moments if surely else None)
-            mixture = list(following.mixture)
+            point, following = self.follow(lines, held)
+            mixture = following.mixture
             if following.value * (1 - within) <= high and self.best is not None:
                 break
-        with suppress(Expired):
-            if chunks == 1:
+        if chunks == 1:
+            with suppress(Expired):
                 self.mix(candidate, moments, list(lines.values()), mixture, high)
         return high
 
@@ -307,17 +312,16 @@ class _Squeeze:
             self.best = one
         return one
 
-    def follow(self, lines: Mapping[tuple[int, ...], Met], moments: Moments | None) -> tuple[_Point, Multipliers]:
+    def follow(
+        self, lines: Mapping[tuple[int, ...], Met], held: Callable[[tuple[int, ...], Moment], float]
+    ) -> tuple[_Point, Multipliers]:
         """The next point: the maximum of the cutting planes of the choices met, near the best point so far.
 
-        With ``moments``, (1) counts their lower bounds on bytes; without, what the choices hold, which leads to plans.
+        ``held``: the bytes of a choice at a moment in (1): lower bounds, or what it holds, which leads to plans.
         """
         centre = self.point.prices
         seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines.values())))
         first = _FIRST * min(one.step for one in lines.values()) / self.room
-
-        def held(choice: tuple[int, ...], moment: Moment) -> float:
-            return lines[choice].held.get(moment, 0.0) if moments is None else moments.bytes(moment, choice, surely=True)
 
         found = next_shares(
             [one.sides for one in lines.values()],

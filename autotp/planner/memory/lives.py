@@ -102,8 +102,7 @@ class Lives:
         """
         found = {value[0]: at for node, at in self.order.items() for value in self.model.saved[node]}
         for node in reversed(list(self.model.undecided)):
-            users = {user for i in range(len(results_of(node))) for user, _ in self.model.readers.get((node, i), ())}
-            again = [found[user] for user in users if user in self.model.undecided and user in found]
+            again = [found[user] for user in self._users(node) if user in self.model.undecided and user in found]
             if node not in found and again:
                 found[node] = min(again)
         return found
@@ -116,9 +115,13 @@ class Lives:
         found: dict[fx.Node, int] = {}
         for node in () if False in self.model.recomputed.values() else reversed(list(self.order)):
             if node in self.model.recomputed:
-                users = {user for i in range(len(results_of(node))) for user, _ in self.model.readers.get((node, i), ())}
-                found[node] = max([self.order[node], *(found.get(user, self.order.get(user, -1)) for user in users)])
+                users = (found.get(user, self.order.get(user, -1)) for user in self._users(node))
+                found[node] = max([self.order[node], *users])
         return found
+
+    def _users(self, node: fx.Node) -> set[fx.Node]:
+        """The readers of an operator's results."""
+        return {user for i in range(len(results_of(node))) for user, _ in self.model.readers.get((node, i), ())}
 
     def _readers(self) -> dict[Value, list[tuple[fx.Node, int]]]:
         """The readers of every tensor, in the order of the uses of the tensor that stands for it."""
@@ -191,8 +194,8 @@ class Lives:
             found = self.model.operators[user].rule
             gradient = position in self.model.kept(user).operands and not (found is not None and found.inner)
             read = gradient if given or again else read
-        saves = (brought or not again) and (read or (user in self.model.undecided and not given))
         undecided = user in self.model.undecided
+        saves = (brought or not again) and (read or (undecided and not given))
         block = self.order[self.model.undecided[user]] if undecided else self.first.get(user, -1)
         until = self.latest.get(user, -1) if undecided else -1
         data = self.panelled and data_position(user) == position

@@ -104,8 +104,8 @@ class Moments:
             cost, every = tensor.cost, tensor.uses
             if number < len(problem.tensors):
                 cost, every = self.allowed[number], problem.tensors[number].uses
-            if besides is not None and number < len(problem.tensors):
-                cost = besides.tensors[number].cost if price == 1.0 else price * besides.tensors[number].cost
+                if besides is not None:
+                    cost = besides.tensors[number].cost if price == 1.0 else price * besides.tensors[number].cost
             alone: dict[int, np.ndarray] = {}
             for (uses, once), table in held.get(number, {}).items():
                 if len(uses) > 1:

@@ -65,6 +65,11 @@ class Sizes:
         )
 
 
+def _begun(moment: Moment) -> int:
+    """The last operator, in the order of the backward pass, whose turn in it has begun."""
+    return moment.at + (moment.turn is not Turn.BACKWARD)
+
+
 class Ledger:
     """Fills the tables of one moment."""
 
@@ -86,6 +91,11 @@ class Ledger:
             key = number, tuple(uses), once
             self.tensors[key] = self.tensors.get(key, 0.0) + table
 
+    def waiting(self, number: int, uses: Sequence[int], count: int) -> None:
+        """Adds the gradient that one of ``uses`` has returned: it waits, alone or in a sum, for those of other uses."""
+        sizes = self.sizes[number]
+        self.held(number, uses[:1], count * np.minimum(sizes.back[None, :], sizes.own[:, None]), "pairs")
+
     def parameter(
         self, number: int, edge: Edge, life: Life, count: int, moment: Moment, panelled: bool, surely: bool
     ) -> None:
@@ -97,16 +107,16 @@ class Ledger:
         forward = moment.turn is Turn.FORWARD
         arrived = trained and not forward and moment.at < max(reader.at for reader in life.readers)
         if arrived and surely and moment.at >= min(reader.at for reader in life.readers):  # or not summed yet
-            arrived, later = False, [use for use, r in enumerate(life.readers) if r.at > moment.at]
-            self.held(number, later[:1], count * np.minimum(sizes.back[None, :], own[:, None]), "pairs")
+            arrived = False
+            self.waiting(number, [use for use, r in enumerate(life.readers) if r.at > moment.at], count)
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if arrived else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
         self.held(number, kept, count * np.where(edge.regathered[:, None], 0.0, moved))
         now = [use for use, reader in enumerate(life.readers) if reader.at == moment.at]
         if number in self.again and not forward and not panelled:  # gathered to recompute a reader, held for its gradient
-            come = moment.at + (moment.turn is not Turn.BACKWARD)
-            early = [use for use, r in enumerate(life.readers) if r.gradient and r.at < moment.at and come <= r.until]
+            readers = enumerate(life.readers)
+            early = [use for use, r in readers if r.gradient and r.at < moment.at and _begun(moment) <= r.until]
             self.held(self.again[number], early, count * np.where(edge.regathered[:, None], moved, 0.0))
         if forward and not surely:
             begun = any(reader.at <= moment.at for reader in life.readers)
@@ -183,7 +193,7 @@ class Ledger:
             return
         kept = np.where(stays, 0.0, wanted[None, :])
         # A result that its own gradient reads stays from the first gradient that reads it on.
-        now = moment.at + (moment.turn is not Turn.BACKWARD)
+        now = _begun(moment)
         restored = moment.turn is not Turn.FORWARD and any(r.saves and r.gradient and r.at >= now for r in life.readers)
         if life.returned and moment.turn is not Turn.FORWARD:
             if not life.view and moment.at >= min((r.at for r in life.readers if r.saves), default=0):
@@ -221,9 +231,8 @@ class Ledger:
             kept = np.concatenate([kept, np.zeros_like(kept)])
         self.held(self.needs[number], saved, kept)
         if moment.turn is not Turn.FORWARD and edge.trained and life.made < moment.at and not life.returned:
-            # One of the gradients that have come waits, alone or in a sum, for those of earlier readers.
             later = [use for use, r in enumerate(life.readers) if r.at > moment.at and r.flows and not r.same_storage]
-            self.held(number, later[:1], count * np.minimum(back[None, :], own[:, None]), "pairs")
+            self.waiting(number, later, count)
         if moment.turn is Turn.BACKWARD and edge.trained:
             come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows]
             come = [use for use in come if not (life.readers[use].same_storage or life.readers[use].additive)]
@@ -237,7 +246,7 @@ class Ledger:
 
     def restored(self, number: int, edge: Edge, life: Life, count: int, moment: Moment) -> None:
         """Adds what the backward pass restores of a tensor that is recomputed in any case, while gradients read it."""
-        sizes, now = self.sizes[number], moment.at + (moment.turn is not Turn.BACKWARD)
+        sizes, now = self.sizes[number], _begun(moment)
         if moment.turn is Turn.FORWARD or not life.alone:
             return
         own = life.kept and not life.view

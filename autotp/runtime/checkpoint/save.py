@@ -225,6 +225,7 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
             places[-1][1].unlink(missing_ok=True)
         for file, place in places:
             move(file, place)
+        discard()
     except Exception:
         with suppress(OSError):
             undo.close()
@@ -232,4 +233,3 @@ def _publish(staging: Path, target: Path, last: str, replaced: re.Pattern[str] |
         raise
     for left in target.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    discard()

@@ -99,11 +99,13 @@ def problem(every: Sequence[Sequence[Seen]], *, numbers: bool) -> str:
         first: dict[tuple[int, ...], int] = {}
         for rank, seen in enumerate(ranks):
             other = ranks[first.setdefault(seen.part, rank)]
-            pair = f"ranks {first[seen.part]} and {rank}, which should have the same"
-            if (seen.infinite, seen.nan) != (other.infinite, other.nan):
-                return f"{what} differs between {pair}: only one has elements that are infinite or NaN"
-            if max(abs(seen.total - other.total), abs(seen.norm - other.norm)) > max(seen.slack, other.slack):
-                return f"{what} differs between {pair}: its elements add up to {other.total:.9g} and {seen.total:.9g}"
+            unlike = (seen.infinite, seen.nan) != (other.infinite, other.nan)
+            apart = max(abs(seen.total - other.total), abs(seen.norm - other.norm)) > max(seen.slack, other.slack)
+            if unlike or apart:
+                pair = f"ranks {first[seen.part]} and {rank}, which should have the same"
+                sums = f"its elements add up to {other.total:.9g} and {seen.total:.9g}"
+                why = "only one has elements that are infinite or NaN" if unlike else sums
+                return f"{what} differs between {pair}: {why}"
         before = [seen.before for seen in ranks if seen.before is not None]
         if not before or any(seen.infinite or seen.nan for seen in (*before, *ranks)):
             continue  # an infinite partial sum takes finite ones with it

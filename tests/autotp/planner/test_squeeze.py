@@ -195,7 +195,7 @@ def closeness(model, options, panels=1):
 def test_a_bound_counts_no_more_than_what_is_held(name, schedule, recompute):
     model, args, kwargs = MODELS[name]()
     close = closeness(recomputing(capture(model, args, kwargs), recompute), Options(schedule=schedule))
-    assert max(close) > 0.55, "and they are no trivial bounds"
+    assert max(close) > (0.55 if recompute == "selective" else 0.6), "and they are no trivial bounds"
 
 
 class Tied(nn.Module):
