@@ -55,6 +55,8 @@ class Model:
             operator of its block; a view among them is recomputed if and only if its base is.
         train: whether a step has a backward pass.
         compiled: whether the operators between collectives are compiled.
+        layers: the sequences of identical layers that ``stands`` folds: the position of the first operator, the number of
+            operators of a layer, and the number of layers.
         known: the cached properties of the graph.
     """
 
@@ -68,6 +70,7 @@ class Model:
     undecided: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     train: bool = True
     compiled: bool = False
+    layers: Sequence[tuple[int, int, int]] = ()
     known: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import fx
 
 from autotp.costs.footprint import Footprint
+from autotp.costs.layers import held_in_layers
 from autotp.costs.model import Model
 from autotp.costs.panels import choose_panels
 from autotp.costs.priced import Priced
@@ -106,7 +107,15 @@ class Found:
     @cached_property
     def held(self) -> Mapping[Moment, float]:
         """Bytes on each device at every moment of a step (see ``autotp.costs.footprint``)."""
-        footprint = Footprint(self.priced)
+        return self._simulated(self.model)
+
+    @cached_property
+    def nearly_held(self) -> Mapping[Moment, float]:
+        """``held`` without the moments of most identical layers, up to rounding (see ``autotp.costs.layers``)."""
+        return held_in_layers(self.model, self._simulated)
+
+    def _simulated(self, model: Model) -> Mapping[Moment, float]:
+        footprint = Footprint(replace(self.priced, model=model))
         footprint.run()
         return footprint.held
 

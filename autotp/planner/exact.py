@@ -68,7 +68,7 @@ def settle(
         if choice is None or bound >= good():
             break
         one = offer(choice)
-        worst = max(one.held, key=one.held.__getitem__)
+        worst = one.most
         if one.held[worst] <= short.room:
             break
         if not sharp or surely.get(worst) is False:

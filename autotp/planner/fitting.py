@@ -190,9 +190,7 @@ def ways(contest: Contest) -> tuple[Contest, Contest]:
     open_model = undecided(model) if asked == "auto" else model
     if not open_model.undecided:
         return contest, contest
-    return contest, contest.of(
-        folded(open_model) if len(model.operators) > _FEW else replace(open_model, stands=apart(model))
-    )
+    return contest, contest.of(folded(open_model) if len(model.operators) > _FEW else apart(open_model))
 
 
 def floor_of(contest: Contest) -> float:

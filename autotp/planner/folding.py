@@ -25,16 +25,19 @@ def folded(model: Model) -> Model:
     """The model with identical operators tied, if their constraints, resting layouts and recomputation are equal too."""
     pins, recomputed, resting = model.pins, model.recomputed, model.resting
     marks = {n: (pins.get(n, ()), recomputed.get(n), resting.get(n)) for n in (*pins, *recomputed, *resting)}
-    return replace(model, stands=fold(model, marks))
+    stands, layers = fold(model, marks)
+    return replace(model, stands=stands, layers=layers)
 
 
-def apart(model: Model) -> dict[fx.Node, fx.Node]:
-    """Maps every node to itself: nothing is tied."""
-    return {node: node for node in model.stands}
+def apart(model: Model) -> Model:
+    """The model with nothing tied: every node stands for itself."""
+    return replace(model, stands={node: node for node in model.stands}, layers=())
 
 
-def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node]:
+def fold(model: Model, marks: Mapping[fx.Node, object]) -> tuple[dict[fx.Node, fx.Node], list[tuple[int, int, int]]]:
     """Maps every operator, and every parameter that operators read, to the one that stands for it.
+
+    Returns that map, and the sequences of identical layers, as in `Model.layers`.
 
     Args:
         model: analysed.
@@ -45,6 +48,7 @@ def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node
     keys = [(model.kinds[n], marks.get(n), *(marks.get(o) for o in operands[n] if o.name in placed)) for n in nodes]
     codes = np.array([index.setdefault(key, len(index)) for key in keys])
     stands: dict[fx.Node, fx.Node] = {n: n for n in nodes}
+    layers: list[tuple[int, int, int]] = []
     pending = [(0, len(nodes))]
     while pending:
         low, high = pending.pop()
@@ -53,11 +57,12 @@ def fold(model: Model, marks: Mapping[fx.Node, object]) -> dict[fx.Node, fx.Node
             continue
         start, period, count = found
         start += low
+        layers.append((start, period, count))
         for copy in range(1, count):
             for k in range(period):
                 stands[nodes[start + copy * period + k]] = nodes[start + k]
         pending += [(low, start), (start + period * count, high)]
-    return stands | _tie_parameters(operands, stands, placed)
+    return stands | _tie_parameters(operands, stands, placed), layers
 
 
 def _repeat(codes: np.ndarray) -> tuple[int, int, int] | None:

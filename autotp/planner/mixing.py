@@ -24,11 +24,12 @@ from autotp.planner.memory.moments import Moments
 __all__ = ["Met", "like", "mix"]
 
 _TRIES = 4
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A measured choice: the sides of its passes and its step, in seconds, and what it holds, in bytes."""
+    """A measured choice: the sides of its passes and its step, in seconds."""
 
     found: Found
     sides: tuple[tuple[float, ...], ...]
@@ -36,8 +37,17 @@ class Met:
 
     @property
     def held(self) -> Mapping[Moment, float]:
-        """Bytes on each device at every moment of a step."""
-        return self.found.held
+        """Bytes on each device at the moments at which memory may peak, up to rounding."""
+        return self.found.nearly_held
+
+    @property
+    def most(self) -> Moment:
+        """The moment at which it holds most."""
+        return max(self.held, key=self.held.__getitem__)
+
+    def fits(self, room: float) -> bool:
+        """Whether it fits into the memory of a device, ``room`` bytes, exactly."""
+        return self.held[self.most] <= room * (1 + _ROUNDING) and self.found.memory <= room
 
 
 def like(
@@ -56,7 +66,7 @@ def like(
         offer: measures a plan, and keeps it if it is the best.
     """
     assembled, choice = base.found.assembled, other.found.solution.choice
-    joined, worst = assembled.joined(base.found.solution.choice, choice), max(other.held, key=other.held.__getitem__)
+    joined, worst = assembled.joined(base.found.solution.choice, choice), other.most
     costs = [(evaluate(assembled.problem, one).seconds, moments.bytes(worst, one)) for one in {joined, choice}]
     return other if np.allclose(costs[0], costs[-1], 1e-12, 0.0) else offer(found(assembled, joined))
 
@@ -87,7 +97,7 @@ def mix(
         if not 0 < count < layers:
             break
         one = offer(replace(more.found, layers=count / layers, other=other))
-        if one.found.memory > room:
+        if not one.fits(room):
             if fitting is not None:
                 break
             count += 1
@@ -102,7 +112,7 @@ def mix(
 def _spare(one: Met, less: Met, moments: Moments, room: float, offer: Callable[[Found], Met]) -> None:
     """Keeps in the last of the first layers the results that save most seconds per byte, as far as they fit."""
     assembled, choice = less.found.assembled, less.found.solution.choice
-    worst = max(one.held, key=one.held.__getitem__)
+    worst = one.most
     own = evaluate(assembled.problem, choice).seconds, moments.bytes(worst, choice, surely=True)
     groups: dict[fx.Node, set[fx.Node]] = defaultdict(set)  # a view belongs to the tensor whose storage it shows
     for node in one.found.other - assembled.rematerialized(one.found.solution.choice):

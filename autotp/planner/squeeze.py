@@ -308,7 +308,7 @@ class _Squeeze:
         if self.best is not None:
             self.contest.deadline.check()
         one = self.met(found)
-        if found.memory <= self.room and (self.best is None or one.step < self.best.step):
+        if (self.best is None or one.step < self.best.step) and one.fits(self.room):
             self.best = one
         return one
 
@@ -320,7 +320,7 @@ class _Squeeze:
         ``held``: the bytes of a choice at a moment in (1): lower bounds, or what it holds, which leads to plans.
         """
         centre = self.point.prices
-        seen = dict.fromkeys((*centre, *(max(one.held, key=one.held.__getitem__) for one in lines.values())))
+        seen = dict.fromkeys((*centre, *(one.most for one in lines.values())))
         first = _FIRST * min(one.step for one in lines.values()) / self.room
 
         found = next_shares(
@@ -335,7 +335,7 @@ class _Squeeze:
     ) -> None:
         """Tries plans in which some of the identical layers follow one choice of a mixture, and the rest another."""
         mixed = sorted(zip(parts, lines, strict=False), key=lambda pair: -pair[0])
-        two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.found.memory)
+        two = sorted((one for part, one in mixed[:2] if part > 0), key=lambda one: -one.held[one.most])
         if self.layers == 1 or len(two) < 2:
             return
         found, known = partial(self.contest.candidates.found, candidate), set()

@@ -33,7 +33,7 @@ from autotp.planner.ilp import NEVER, Deadline, cheapest, copies, evaluate
 from autotp.planner.memory.moments import Moments
 from autotp.planner.shares import next_shares
 from autotp.plans.options import Options
-from benchmarks.models import Transformer, chain
+from benchmarks.models import Decoder, Transformer, chain
 from benchmarks.settings import behind, outcomes
 from passes.capture import capture
 from passes.graph import note_of
@@ -145,12 +145,12 @@ def recomputing(captured, recompute):
     if recompute == "kernels":
         model = within_kernels(model)
     model = model if fixed or recompute == "kernels" else undecided(model)
-    return replace(model, stands=apart(model)) if recompute == "apart" else folded(model)
+    return apart(model) if recompute == "apart" else folded(model)
 
 
-def closeness(model, options, panels=1):
-    """Compares bounds on memory with the footprints of random choices; returns their ratio at the worst moment of each."""
-    rng, close = np.random.default_rng(0), []
+def random_choices(model, options, panels=1, times=3):
+    """Random choices on two meshes: the moments of plans, the choice, and what is found of it."""
+    rng = np.random.default_rng(0)
     together = model.parameter_bytes if options.hides else 0.0
     candidates = Candidates(model, autotp.Topology.load("dgx-h100").resized(4), options, together)
     for mesh in ((4,), (2, 2)):
@@ -158,7 +158,7 @@ def closeness(model, options, panels=1):
         candidate = Candidate(mesh, restriction, panels)
         assembled = candidates.assemble(candidate)
         moments = Moments(assembled, candidates.prices(mesh), panels != 1, Deadline())
-        for _ in range(3):
+        for _ in range(times):
             nodes = tuple(
                 replace(n, cost=np.where(np.isfinite(n.cost), rng.random(n.cost.shape), math.inf))
                 for n in assembled.problem.nodes
@@ -174,18 +174,76 @@ def closeness(model, options, panels=1):
                 row % len(made.space.serves) if isinstance(made, Choice) and node not in found.model.recomputed else row
                 for (node, made, _), row in zip(assembled.structure.nodes, choice, strict=True)
             )
-            held = candidates.found(candidate, assembled, choice).held
-            for moment in held:
-                assert moments.bytes(moment, choice, surely=True) <= held[moment] * (1 + 1e-9), (mesh, moment)
-            worst = max(held, key=held.__getitem__)
-            seconds = evaluate(assembled.problem, choice).seconds
-            for surely in (True, False):
-                prices = {worst: 0.5, moments.usual[0]: 0.25}
-                both = moments.program(prices, surely, assembled.problem, 3.0)
-                bytes_held = sum(price * moments.bytes(one, choice, surely) for one, price in prices.items())
-                assert evaluate(both, choice).seconds == pytest.approx(3 * seconds + bytes_held, rel=1e-9)
-            close.append(moments.bytes(worst, choice, surely=True) / held[worst])
+            yield moments, choice, candidates.found(candidate, assembled, choice)
+
+
+def closeness(model, options, panels=1):
+    """Compares bounds on memory with the footprints of random choices; returns their ratio at the worst moment of each."""
+    close = []
+    for moments, choice, found in random_choices(model, options, panels):
+        for moment, held in found.held.items():
+            assert moments.bytes(moment, choice, surely=True) <= held * (1 + 1e-9), (found.prices.mesh, moment)
+        worst, problem = max(found.held, key=found.held.__getitem__), found.assembled.problem
+        seconds = evaluate(problem, choice).seconds
+        for surely in (True, False):
+            prices = {worst: 0.5, moments.usual[0]: 0.25}
+            both = moments.program(prices, surely, problem, 3.0)
+            bytes_held = sum(price * moments.bytes(one, choice, surely) for one, price in prices.items())
+            assert evaluate(both, choice).seconds == pytest.approx(3 * seconds + bytes_held, rel=1e-9)
+        close.append(moments.bytes(worst, choice, surely=True) / found.held[worst])
     return close
+
+
+def check_layers(model, options, panels=1):
+    """Compares what few layers hold with what all hold, for random choices and mixtures of two."""
+    before = None
+    for _, choice, found in random_choices(model, options, panels, times=2):
+        plans = [found]
+        if before is not None and before.prices.mesh == found.prices.mesh and model.undecided:
+            plans.append(replace(found, layers=0.2, other=frozenset(before.assembled.rematerialized(choice))))
+        for plan in plans:
+            nearly, held = plan.nearly_held, plan.held
+            assert len(nearly) < 0.8 * len(held)
+            for moment, size in nearly.items():
+                assert size == pytest.approx(held[moment], rel=1e-9), moment
+            assert max(nearly.values()) == pytest.approx(max(held.values()), rel=1e-9)
+        before = found
+
+
+@pytest.mark.parametrize("recompute", thinned(["auto", "none", "selective", "full"], first=1, whole=True))
+@pytest.mark.parametrize(
+    ("options", "panels"),
+    [
+        ({}, 1),
+        ({"schedule": "none", "accumulate": 2}, None),
+        ({"precision": "bf16-mixed", "reshard_after_forward": False}, 1),
+    ],
+)
+def test_few_of_identical_layers_show_what_all_of_them_hold(options, panels, recompute):
+    captured = capture(Decoder(14, 32, 4, 64, 16), (torch.randint(0, 64, (8, 16)),), {}, options.get("precision"))
+    check_layers(recomputing(captured, recompute), Options(**options), panels)
+
+
+class Watched(nn.Module):
+    """Identical layers, whose results the loss reads all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(14))
+
+    def forward(self, x):
+        found = []
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+            found.append(x)
+        return torch.cat(found).square().mean()
+
+
+def test_no_layers_are_left_out_that_others_than_their_neighbours_read():
+    model = recomputing(capture(Watched(), (torch.randn(8, 16),)), "auto")
+    assert any(count == 14 for *_, count in model.layers)
+    for _, _, found in random_choices(model, Options(), times=1):
+        assert found.nearly_held == found.held
 
 
 @pytest.mark.slow
