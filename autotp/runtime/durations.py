@@ -23,7 +23,7 @@ from costmodel.overlap import LATENCY_SHARE, messages
 from passes.graph import note_of
 from passes.overlap.aliasing import viewing
 from passes.overlap.launch import launch, wait
-from passes.overlap.primitives import COLLECTIVE_OF, axes_of, crop, in_one_format, laid_out, pad, within
+from passes.overlap.primitives import COLLECTIVE_OF, axes_of, crop, in_one_format, laid_out, pad, put, within
 from passes.overlap.schedule import Task
 from passes.overlap.trace import Joint
 from passes.rules.table import kind_of
@@ -103,12 +103,13 @@ def task_of(node: fx.Node, prices: Prices) -> Task:
     results = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     if not results:
         return Task()
-    moved = float(sum(tensor.nbytes for tensor in (*operands, *results)))
+    in_place = traced.target is put
+    moved = 2.0 * operands[1].nbytes if in_place else float(sum(tensor.nbytes for tensor in (*operands, *results)))
     flop, dims = _flop(traced)
     seconds = float(
         compute.seconds(flop, moved, prices.topology.device, str(results[0].dtype), dims=dims, kind=kind_of(node))  # type: ignore[arg-type]
     )
-    return Task(seconds, "compute", float(sum(tensor.nbytes for tensor in results)))
+    return Task(seconds, "compute", 0.0 if in_place else float(sum(tensor.nbytes for tensor in results)))
 
 
 def enough(kind: str, axes: tuple[int, ...], total: float, prices: Prices, spare: float = math.inf) -> float:

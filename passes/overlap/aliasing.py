@@ -28,9 +28,9 @@ _SHARING = frozenset(
         _aten.unsafe_chunk.default,
     }
 )
-#: Primitives that return their operand itself if there is nothing to do.
+#: Primitives that return their operand itself, most of them if there is nothing to do.
 _PRIMITIVES = frozenset(
-    {primitives.crop, primitives.pad, primitives.mask, primitives.laid_out, primitives.in_one_format, primitives.within}
+    getattr(primitives, name) for name in ("crop", "pad", "mask", "laid_out", "in_one_format", "within", "put")
 )
 
 

@@ -70,6 +70,9 @@ in_one_format = _define(
 )
 #: Returns the tensor if ``outside`` is 0; raises an IndexError otherwise.
 within = _define("within(Tensor ids, Tensor outside, str message) -> Tensor", lambda ids, *_: torch.empty_like(ids))
+#: The tensor itself, with one of ``panels`` panels replaced, which has ``cuts`` equal parts along a dim. Nothing else may
+#: read the operand.
+put = _define("put(Tensor x, Tensor panel, int dim, int cuts, int panels, int number) -> Tensor", _like)
 #: Where this device's part of a dim begins, as a tensor without dims.
 offset = _define(
     "offset(int size, int[] axes, Tensor like) -> Tensor",

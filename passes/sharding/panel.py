@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph import Cast, cast_of, note_of, place_of
+from passes.graph import RECOMPUTE, Cast, cast_of, note_of, place_of
 from passes.layouts.layout import Layout, local_shape
 from passes.layouts.reshard import Step, steps
 from passes.rules.factors import Operator, Value, value_of
@@ -281,6 +281,9 @@ def _replace(graph: fx.Graph, world: fx.Node, loop: Loop, nodes: Sequence[fx.Nod
     with graph.inserting_before(nodes[0]):
         products = graph.call_function(panelled, args, {"at": place_of(loop.members[0])})
         items = [graph.call_function(operator.getitem, (products, i)) for i in range(len(nodes))]
+    for node, item in zip(nodes, items, strict=True):
+        if node.meta.get(RECOMPUTE):  # the loop runs again for all members, but only these are not kept
+            products.meta[RECOMPUTE] = item.meta[RECOMPUTE] = True
     for node, item, where in zip(nodes, items, positions, strict=True):
         result = item
         bias = node.args[where.bias] if where.bias is not None and where.bias < len(node.args) else None

@@ -140,17 +140,8 @@ class _Loop(NamedTuple):
 
     def cut(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
         """The parts of all blocks that belong to one panel, concatenated."""
-        return self.slot(tensor, dim, cuts, panel).flatten(dim % tensor.dim(), dim % tensor.dim() + 1).contiguous()
-
-    def slot(self, tensor: Tensor, dim: int, cuts: int, panel: int) -> Tensor:
-        """A view of one panel's place in a tensor: (.. cuts, part ..)."""
         dim %= tensor.dim()
-        return tensor.unflatten(dim, (cuts, self.panels, -1)).select(dim + 1, panel)
-
-    def put(self, target: Tensor, dim: int, cuts: int, panel: int, value: Tensor) -> None:
-        """Writes one panel to its place."""
-        dim %= target.dim()
-        self.slot(target, dim, cuts, panel).copy_(value.unflatten(dim, (cuts, -1)))
+        return tensor.unflatten(dim, (cuts, self.panels, -1)).select(dim + 1, panel).flatten(dim, dim + 1).contiguous()
 
 
 def _product(data: Tensor, weight: Tensor, transposed: bool) -> Tensor:
@@ -182,7 +173,7 @@ class _Sum:
         if self.dim is None:
             self.value += part
         else:
-            self.loop.put(self.value, self.dim, self.cuts, panel, part)
+            self.value = self.loop.world.local("put", self.value, part, self.dim, self.cuts, self.loop.panels, panel)
 
     def get(self) -> Tensor:
         assert self.value is not None
@@ -265,6 +256,8 @@ class _Gradient:
         if self.operand.cast is not None:
             parts = [part.to(self.operand.cast[1]) for part in parts]
         self.pending = panel, self.loop.world.launch(self.operand.scatter, parts)
+        if not self.operand.scatter:  # there is nothing to wait for, and it is as large as the next one
+            self._collect()
 
     def _collect(self) -> None:
         if self.pending is not None:

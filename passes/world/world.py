@@ -55,14 +55,21 @@ def _within(ids: Tensor, outside: Tensor, message: str) -> Tensor:
     return ids
 
 
+def _put(tensor: Tensor, panel: Tensor, dim: int, cuts: int, panels: int, number: int) -> Tensor:
+    dim %= tensor.dim()
+    tensor.unflatten(dim, (cuts, panels, -1)).select(dim + 1, number).copy_(panel.unflatten(dim, (cuts, -1)))
+    return tensor
+
+
 #: Functions of a part that are the same on all devices: ``pad`` appends zeros to a dim up to a length, ``crop`` is the
-#: inverse, ``in_one_format`` makes the memory format unambiguous (`passes.layouts.layout.in_one_format`), and ``within``
-#: checks indices (`passes.world.ops.within`).
+#: inverse, ``in_one_format`` makes the memory format unambiguous (`passes.layouts.layout.in_one_format`), ``within``
+#: checks indices (`passes.world.ops.within`), and ``put`` writes one of several panels of a tensor to its place.
 LOCAL: Mapping[str, Callable[..., Tensor]] = {
     "pad": _padded,
     "crop": lambda tensor, dim, length: tensor.narrow(dim, 0, length).contiguous(),
     "in_one_format": in_one_format,
     "within": _within,
+    "put": _put,
 }
 
 
