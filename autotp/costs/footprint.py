@@ -49,10 +49,10 @@ class Footprint:
         self.panels, self.regathered = priced.panels, priced.regathered
         self.mesh = priced.prices.mesh
         self.parameters = self.model.captured.parameters
-        self.storages = Storages(priced)
+        self.traced = self.prices.together > 0 or bool(self.model.recomputed)
+        self.storages = Storages(priced, traced=self.traced)
         self.operands, self.results = self.storages.operands, self.storages.results
         self.whole = whole_layout(len(self.mesh))
-        self.traced = self.prices.together > 0 or bool(self.model.recomputed)
         self.spare = priced.prices.spare
         self.sizes: dict[tuple, float] = {}
         self.live: dict[Key, float] = {}
@@ -201,6 +201,10 @@ class Footprint:
                 self.take(((node, i), strategy.results[i]), self.bytes(result, strategy.results[i]))
         if self.needs is not None and node in self.needs.besides:
             self.beside(node, self.needs)
+        for number, key in self.storages.sliced.get(node, ()):
+            own = (node, number), strategy.results[number]
+            if own not in self.staying:
+                self.move(key, own, self.results[node][number], leaves=False)
         self.reach(passing)
         for key in ends:
             if key not in self.staying:
@@ -272,8 +276,10 @@ class Footprint:
 
     def backward(self, node: fx.Node, needs: Needs) -> None:
         """Run an operator's backward pass, and free the storages that it is the last to read."""
-        passing = self.panelled(node, self.strategies[node.name])
         mine = [(node, i) for i in range(len(self.results[node])) if (node, i) in self.model.trained]
+        for value in mine:
+            self.gradients.begun(value)
+        passing = self.panelled(node, self.strategies[node.name])
         reads = needs.reads.get(node, ())
         if not any((value, None) in self.gradients.held for value in mine):
             for key in reads:
@@ -283,12 +289,14 @@ class Footprint:
         spans = needs.spans(node) if self.traced else dict.fromkeys(reads, (0, len(self.operands[node]) - 1))
         passing += self.parts(node, working(node))
         self.reach(passing)
-        order = [position for position, _ in self.model.turns.get(node, ())] or range(len(self.operands[node]))
-        for turn, position in enumerate(order):
+        turns = [position for position, _ in self.model.turns.get(node, ())]
+        for turn, position in enumerate(turns or range(len(self.operands[node]))):
             for key, (since, _) in spans.items():
                 if since == turn:
                     self.restore(key, needs)
             if value_of(self.operands[node][position]) in self.model.trained:
+                if not turns:  # one formula computes this gradient and all later ones
+                    self.reach(passing + self.gradients.at_once(node, position))
                 self.returned(node, position, passing)
             for key, (_, until) in spans.items():
                 if until == turn:

@@ -7,13 +7,15 @@ its operand.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 from passes.layouts.layout import Layout
-from passes.layouts.reshard import COMMUNICATING, GATHERING, Step, moves
+from passes.layouts.reshard import COMMUNICATING, GATHERING, Move, Step, moves
 
-__all__ = ["gathers", "in_transit", "sums_in_place", "travels"]
+__all__ = ["before_gathering", "gathers", "in_transit", "sums_in_place", "travels"]
 
 
 @lru_cache(maxsize=200_000)
@@ -29,7 +31,27 @@ def in_transit(
         stays: whether the tensor is held in the source layout to the end; otherwise, it is freed once it has been sent.
         scheduled: whether a traced graph does it; otherwise, the operand of a collective is held until that is done.
     """
+    return _passing(moves(shape, source, target, mesh), mesh, stays, scheduled)
+
+
+@lru_cache(maxsize=200_000)
+def before_gathering(
+    shape: tuple[int, ...], source: Layout, target: Layout, mesh: tuple[int, ...]
+) -> tuple[int, int, int] | None:
+    """The elements that a device holds before the gathers with which a scheduled reshard ends; None if it does not.
+
+    Besides them, those that the steps before hold temporarily, and those that the gathers do (`in_transit`).
+    """
     found = moves(shape, source, target, mesh)
+    count = sum(1 for _ in itertools.takewhile(lambda move: move.step.kind == "all_gather", reversed(found)))
+    if not count:
+        return None
+    before, after = found[: len(found) - count], found[len(found) - count :]
+    held = _sides(after[0].step, after[0].elements, mesh)[0]
+    return held, _passing(before, mesh, False, True), _passing(after, mesh, False, True)
+
+
+def _passing(found: Sequence[Move], mesh: tuple[int, ...], stays: bool, scheduled: bool) -> int:
     if not found:
         return 0
     first, last = _sides(found[0].step, found[0].elements, mesh)[0], _sides(found[-1].step, found[-1].elements, mesh)[1]

@@ -3,6 +3,8 @@
 The backward graph has the nodes that depend on the gradients of the outputs. The other values that it reads are saved, with
 two exceptions. Gathered parameters are gathered again, from the shards that stay in memory anyway. Nodes that are marked
 for recomputation are recomputed just before they are first read, from values that are saved or recomputed themselves.
+Gradients are gathered just before they are first read: until then, they take less memory. A tensor of which operators read
+slices alone is sliced, and freed, at once.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Cut:
 
 def cut(joint: Joint) -> Cut:
     """Partitions a joint graph whose placeholders are the inputs, the seed and the gradients of the outputs."""
-    nodes = list(joint.graph.nodes)
+    nodes = _slices_first(joint.graph)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     count = len(joint.inputs) + 1
     inputs, tangents = placeholders[:count], placeholders[count:]
@@ -102,10 +104,25 @@ def cut(joint: Joint) -> Cut:
         values[node] = _placeholder(backward, node)
         size, first = sizes.get(node, (0.0, None))
         annotate(values[node], held=size, within="" if first is None else values[first].name)
-    for node in _when_needed([n for n in nodes if n in needed and n not in values], later):
+    for node in _when_needed(
+        [n for n in nodes if n in needed and n not in values], later, _spread(nodes, later, gradients)
+    ):
         values[node] = backward.node_copy(node, lambda n: values[n])
     backward.output(tuple(values[g] if isinstance(g, fx.Node) else g for g in gradients))
     return Cut(forward, backward)
+
+
+def _slices_first(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes in their order, except that a result that is only sliced (`own`) is sliced as soon as it is there."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        pending = [] if node in found else [node]
+        while pending:
+            last = pending.pop()
+            found[last] = None
+            if last.op == "call_function" and last.users and all(user.target is own for user in last.users):
+                pending += last.users
+    return list(found)
 
 
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -120,10 +137,9 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
     for node in nodes:
         if node.op != "call_function" or node in later:
             continue
-        packet = getattr(node.target, "overloadpacket", node.target)
         gathers = COLLECTIVE_OF.get(node.target) in GATHERING
         cast = node.target is _aten._to_copy.default and node.all_input_nodes[0] in parameters
-        if not (gathers or cast or packet in _MOVES or node.target in _PLACED or node.target is operator.getitem):
+        if not (gathers or cast or _moves(node)):
             continue
         sources = node.all_input_nodes
         if sources and all(n in moved for n in sources):
@@ -131,6 +147,22 @@ def _gathered(nodes: Sequence[fx.Node], parameters: set[fx.Node], later: set[fx.
             if gathers or cast or any(n in gathered for n in sources):
                 gathered.add(node)
     return gathered
+
+
+def _spread(nodes: Sequence[fx.Node], later: set[fx.Node], returned: Sequence[Any]) -> set[fx.Node]:
+    """Gradients that operators read after they are gathered, with the moves of their elements that follow."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        moved = _moves(node) and bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        if node in later and (COLLECTIVE_OF.get(node.target) == "all_gather" or moved):
+            found.add(node)
+    return found.difference(returned)
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether an operator of a reshard moves elements, and computes none."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return packet in _MOVES or node.target in _PLACED or node.target is operator.getitem
 
 
 def _needed(
@@ -157,19 +189,20 @@ def _needed(
     return runs, given
 
 
-def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node]) -> list[fx.Node]:
+def _when_needed(nodes: Sequence[fx.Node], later: set[fx.Node], spread: set[fx.Node]) -> list[fx.Node]:
     """The nodes in their order, except that nodes that the backward pass recomputes come just before they are first read.
 
-    The results of an operator with several ones are taken out of their tuple at once: it holds all of them until then.
+    So do those of ``spread``, before what is recomputed for the same reader: on the way, they may take more memory. The
+    results of an operator with several ones are taken out of their tuple at once: it holds all of them until then.
     """
     among, found, seen = set(nodes), [], set()
     for node in nodes:
-        pending = [node] if node in later else []
+        pending = [node] if node in later and node not in spread else []
         while pending:
             last = pending[-1]
             missing = [n for n in last.all_input_nodes if n in among and n not in seen]
             if missing:
-                pending += missing
+                pending += sorted(missing, key=spread.__contains__)
                 continue
             pending.pop()
             for made in (last, *(user for user in last.users if user.target is operator.getitem and user in among)):

@@ -91,10 +91,20 @@ class Ledger:
             key = number, tuple(uses), once
             self.tensors[key] = self.tensors.get(key, 0.0) + table
 
-    def waiting(self, number: int, uses: Sequence[int], count: int) -> None:
-        """Adds the gradient that one of ``uses`` has returned: it waits, alone or in a sum, for those of other uses."""
-        sizes = self.sizes[number]
-        self.held(number, uses[:1], count * np.minimum(sizes.back[None, :], sizes.own[:, None]), "pairs")
+    def waiting(self, number: int, edge: Edge, uses: Sequence[int], count: int) -> None:
+        """Adds the gradient that one of ``uses`` has returned: it waits, alone or in a sum, for those of other uses.
+
+        One that is scattered along some axes, and then gathered along others, waits in between.
+        """
+        if not uses:
+            return
+        sizes, made, wanted = self.sizes[number], edge.rows[:, None, :] >= 0, edge.gradients[None, :, :] >= 0
+        found = np.minimum(sizes.back[None, :], sizes.own[:, None])
+        between = (made & ~wanted).any(axis=-1) & (wanted & ~made).any(axis=-1)
+        if between.any():
+            split = np.where(made & ~wanted, self.prices.mesh, 1).prod(axis=-1)
+            found = np.where(between, np.minimum(found, sizes.back[None, :] / split), found)
+        self.held(number, uses[:1], count * found, "pairs")
 
     def parameter(
         self, number: int, edge: Edge, life: Life, count: int, moment: Moment, panelled: bool, surely: bool
@@ -108,7 +118,7 @@ class Ledger:
         arrived = trained and not forward and moment.at < max(reader.at for reader in life.readers)
         if arrived and surely and moment.at >= min(reader.at for reader in life.readers):  # or not summed yet
             arrived = False
-            self.waiting(number, [use for use, r in enumerate(life.readers) if r.at > moment.at], count)
+            self.waiting(number, edge, [use for use, r in enumerate(life.readers) if r.at > moment.at], count)
         self.own(edge, count * (state - (own if self.prices.train else 0.0) + (own if arrived else 0.0)))
         moved = np.where(stays, 0.0, wanted[None, :] / (_PANELS if panelled else 1))
         kept = [use for use, r in enumerate(life.readers) if r.saves and r.at < moment.at]
@@ -232,7 +242,7 @@ class Ledger:
         self.held(self.needs[number], saved, kept)
         if moment.turn is not Turn.FORWARD and edge.trained and life.made < moment.at and not life.returned:
             later = [use for use, r in enumerate(life.readers) if r.at > moment.at and r.flows and not r.same_storage]
-            self.waiting(number, later, count)
+            self.waiting(number, edge, later, count)
         if moment.turn is Turn.BACKWARD and edge.trained:
             come = [use for use, r in enumerate(life.readers) if r.at == now and r.flows]
             come = [use for use in come if not (life.readers[use].same_storage or life.readers[use].additive)]

@@ -72,7 +72,7 @@ def kept(layers, **options):
     topology = autotp.Topology.load("dgx-a100").resized(WAYS)
     plan = autotp.plan(model, topology, args, mesh=(WAYS,), memory=math.inf, **options)
     priced = priced_plan(capture(model, args), plan)
-    storages = Storages(priced)
+    storages = Storages(priced, traced=False)
     needs, found = Needs(priced, storages), 0.0
     for (node, number), layout in needs.kept:
         if node.op == "placeholder":
