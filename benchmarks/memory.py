@@ -132,9 +132,7 @@ tensors during a training step with AdamW, measured operator by operator. Both i
 state, buffers, inputs, saved activations, what is recomputed for the backward pass, temporarily gathered tensors and
 messages; neither includes workspaces inside kernels and collectives. Plans are made and run with overlap. A prediction
 includes 2.5% for it: parameters gathered early, and messages of several tensors. Each plan's memory limit is set to its
-own prediction, and its schedule stays within that; with more memory, schedules would use more. Predictions take
-collectives in the order of autograd; a schedule that gathers a gradient later may hold less, as the U-Net with the largest
-error does.
+own prediction, and its schedule stays within that; with more memory, schedules would use more.
 
 Recomputation is `none`, `selective`, `full`, or what `auto` finds with {SHORT:.0%} of the memory that `none` takes. The
 vision transformer has dropout.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autotp.costs.floor import least_host
 from autotp.costs.recompute import recomputed_by, within_kernels
 from autotp.errors import BatchError
 from autotp.planner.contest import Contest
@@ -13,6 +14,7 @@ from autotp.planner.fitting import HURRY, Outcome, best_plan, seconds_of, ways
 from autotp.planner.folding import folded
 from autotp.planner.ilp import Expired, frozen
 from autotp.plans.families import FAMILIES
+from costmodel.overlap import hosted
 
 __all__ = ["best_of_ways"]
 
@@ -44,7 +46,7 @@ def best_of_ways(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...
     none = found.found.best is None
     if none:
         found = _with_fixed(found, plain, meshes, analysis)
-    if found.found.best is None or found.floor >= (1 - plain.candidates.options.gap) * seconds_of(found):
+    if found.found.best is None or not _further(found, plain, 1 - plain.candidates.options.gap):
         return found
     found = _of_families(found, plain, meshes, analysis, plain.deadline.clock() - begun)
     return found if none else _with_fixed(found, plain, meshes, analysis)
@@ -66,7 +68,7 @@ def _with_fixed(known: Outcome, plain: Contest, meshes: Sequence[tuple[int, ...]
     options, model = plain.candidates.options, plain.candidates.model
     if not (options.trains and options.recompute == "auto"):
         return known
-    if known.found.best is None or (known.contest is not known.plain and known.floor < _FAR * seconds_of(known)):
+    if known.found.best is None or (known.contest is not known.plain and _further(known, plain, _FAR)):
         for way in ("selective", "full"):
             fixed = plain.of(folded(replace(model, recomputed=recomputed_by(model, way))))
             known = _faster(known, partial(best_plan, fixed, fixed, meshes, analysis))
@@ -82,7 +84,7 @@ def _of_families(
     """
     families = [one for name, one in FAMILIES.items() if name != "auto"]
     families.sort(key=lambda family: family.name != "zero3")  # it shards all state, so it is the likeliest to fit
-    far, half = known.floor < _FAR * seconds_of(known), _FAMILIES * contest.deadline.left
+    far, half = _further(known, contest, _FAR), _FAMILIES * contest.deadline.left
     until = contest.deadline.within(half if far else min(max(spent, _LEAST), half))
     for number, family in enumerate(families if contest.candidates.options.family.name == "auto" else ()):
         time = until.left / (len(families) - number if far else 1)
@@ -93,6 +95,13 @@ def _of_families(
             found = _faster(known, partial(search, *ways(fewer), shown, analysis))
             known = replace(found, floor=known.floor)
     return known
+
+
+def _further(known: Outcome, plain: Contest, share: float) -> bool:
+    """Whether the bound is below this share of the step of the known plan; both with the host's time."""
+    best = known.found.best
+    assert best is not None
+    return hosted(known.floor, least_host(plain.candidates.model, best.prices)) < share * seconds_of(known)
 
 
 def _of_family(plain: Contest, short: Contest, meshes: Sequence[tuple[int, ...]], analysis: float) -> Outcome:
