@@ -126,3 +126,16 @@ def test_masks_are_repeated(schedule):
     assert any("dropout" in name or "native_dropout" in name for name in (op.target for op in plan.operators))
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_recomputed_products_in_panels_are_exact():
+    torch.manual_seed(0)
+    model, ids = Model().double(), torch.randint(0, 32, (8, 8))
+    topology = autotp.Topology.load("dgx-h100").resized(4)
+    plan = autotp.plan(model, topology, (ids,), strategy="zero3", mesh=(4,), panels=2, recompute="full")
+    assert any(each.recomputed and each.panels > 1 for each in plan.operators)
+    expected = torch.autograd.grad(model(ids), list(model.parameters()))
+    simulated = autotp.simulate(model, plan, (ids,))
+    simulated(ids).backward()
+    for parameter, gradient in zip(simulated.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12)
