@@ -33,11 +33,11 @@ def held_in_layers(model: Model, simulate: Callable[[Model], Mapping[Moment, flo
         few, more = (simulate(_shortened(model, start, period, count, left)) for left in (_FEW, _FEW + 1))
     except LookupError:
         return simulate(model)
-    middle, left, found = start + _FEW // 2 * period, count - _FEW, {}
+    middle, others, found = start + _FEW // 2 * period, count - _FEW, {}
     for moment, held in few.items():
         last = moment.at >= middle
         longer = more.get(moment._replace(at=moment.at + last * period), held)
-        found[moment._replace(at=moment.at + last * left * period)] = held + left * (longer - held)
+        found[moment._replace(at=moment.at + last * others * period)] = held + others * (longer - held)
     return found
 
 

@@ -100,9 +100,10 @@ class Ledger:
             return
         sizes, made, wanted = self.sizes[number], edge.rows[:, None, :] >= 0, edge.gradients[None, :, :] >= 0
         found = np.minimum(sizes.back[None, :], sizes.own[:, None])
-        between = (made & ~wanted).any(axis=-1) & (wanted & ~made).any(axis=-1)
+        scattered, gathered = made & ~wanted, wanted & ~made
+        between = scattered.any(axis=-1) & gathered.any(axis=-1)
         if between.any():
-            split = np.where(made & ~wanted, self.prices.mesh, 1).prod(axis=-1)
+            split = np.where(scattered, self.prices.mesh, 1).prod(axis=-1)
             found = np.where(between, np.minimum(found, sizes.back[None, :] / split), found)
         self.held(number, uses[:1], count * found, "pairs")
 

@@ -194,22 +194,6 @@ def closeness(model, options, panels=1):
     return close
 
 
-def check_layers(model, options, panels=1):
-    """Compares what few layers hold with what all hold, for random choices and mixtures of two."""
-    before = None
-    for _, choice, found in random_choices(model, options, panels, times=2):
-        plans = [found]
-        if before is not None and before.prices.mesh == found.prices.mesh and model.undecided:
-            plans.append(replace(found, layers=0.2, other=frozenset(before.assembled.rematerialized(choice))))
-        for plan in plans:
-            nearly, held = plan.nearly_held, plan.held
-            assert len(nearly) < 0.8 * len(held)
-            for moment, size in nearly.items():
-                assert size == pytest.approx(held[moment], rel=1e-9), moment
-            assert max(nearly.values()) == pytest.approx(max(held.values()), rel=1e-9)
-        before = found
-
-
 @pytest.mark.parametrize("recompute", thinned(["auto", "none", "selective", "full"], first=1, whole=True))
 @pytest.mark.parametrize(
     ("options", "panels"),
@@ -221,7 +205,18 @@ def check_layers(model, options, panels=1):
 )
 def test_few_of_identical_layers_show_what_all_of_them_hold(options, panels, recompute):
     captured = capture(Decoder(14, 32, 4, 64, 16), (torch.randint(0, 64, (8, 16)),), {}, options.get("precision"))
-    check_layers(recomputing(captured, recompute), Options(**options), panels)
+    model, before = recomputing(captured, recompute), None
+    for _, choice, found in random_choices(model, Options(**options), panels, times=2):
+        plans = [found]
+        if before is not None and before.prices.mesh == found.prices.mesh and model.undecided:
+            plans.append(replace(found, layers=0.2, other=frozenset(before.assembled.rematerialized(choice))))
+        for plan in plans:
+            nearly, held = plan.nearly_held, plan.held
+            assert len(nearly) < 0.8 * len(held)
+            for moment, size in nearly.items():
+                assert size == pytest.approx(held[moment], rel=1e-9), moment
+            assert max(nearly.values()) == pytest.approx(max(held.values()), rel=1e-9)
+        before = found
 
 
 class Watched(nn.Module):
