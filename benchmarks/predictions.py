@@ -1,7 +1,8 @@
-"""Predicted and measured step times on emulated interconnects: python -m benchmarks.predictions [--write] (half an hour)
+"""Predicted and measured step times on emulated interconnects: python -m benchmarks.predictions [--write] (an hour)
 
 On every interconnect, `autotp calibrate` runs first, and all plans are made and predicted with the topology file that it
-writes. Then, the steps of the plans are timed in turns. Needs root, for network namespaces with rate-limited links.
+writes, without overlap and with it. Then, the steps of the plans are timed in turns. Needs root, for network namespaces
+with rate-limited links.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ PLANS: tuple[tuple[str, tuple[int, ...] | None], ...] = (
     ("auto", None),
 )
 MODELS = ("gpt", "unet")
+SCHEDULES = {"none": "without overlap", "overlap": "with overlap"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Point:
     """
 
     interconnect: str
+    schedule: str
     model: str
     names: tuple[str, ...]
     mesh: tuple[int, ...]
@@ -92,7 +95,13 @@ def emulated(name: str) -> Topology:
     return Topology(name, device, levels)
 
 
-def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: Path | None = None) -> list[Point]:
+def measure(
+    name: str,
+    models: Sequence[str] = MODELS,
+    rounds: int = 3,
+    folder: Path | None = None,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+) -> list[Point]:
     """Calibrates one interconnect, makes all plans for it, and times their steps."""
     points = []
     with tempfile.TemporaryDirectory() as scratch, Cluster(emulated(name)) as cluster:
@@ -102,24 +111,23 @@ def measure(name: str, models: Sequence[str] = MODELS, rounds: int = 3, folder: 
         if not calibrated.exists():
             cluster.run(["-m", "autotp", "calibrate", "--output", str(calibrated)], timeout=400)
         topology = Topology.load(calibrated)
-        for model in models:
-            plans, names = _plans(model, topology)
-            into = place / model
+        for schedule, model in itertools.product(schedules, models):
+            plans, names = _plans(model, topology, schedule)
+            into, out = place / f"{schedule}-{model}", place / f"{schedule}-{model}.times.json"
             into.mkdir(exist_ok=True)
             for label, plan in plans.items():
                 plan.save(into / f"{label}.json")
-            out = place / f"{model}.times.json"
             arguments = ["-m", "benchmarks.steps", model, str(into), str(out), "--rounds", str(rounds)]
-            cluster.run(arguments, timeout=900)
+            cluster.run([*arguments, "--schedule", schedule], timeout=900)
             times = json.loads(out.read_text())
             points += [
-                Point(name, model, names[label], plan.mesh_shape, plan.predicted.passes_seconds, times[label])
+                Point(name, schedule, model, names[label], plan.mesh_shape, plan.predicted.passes_seconds, times[label])
                 for label, plan in plans.items()
             ]
     return points
 
 
-def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict[str, tuple[str, ...]]]:
+def _plans(model: str, topology: Topology, schedule: str) -> tuple[dict[str, autotp.Plan], dict[str, tuple[str, ...]]]:
     """Name -> distinct plan, and name -> all names of this plan."""
     module, args = trained(model)
     captured = capture(module, args, None)
@@ -129,7 +137,7 @@ def _plans(model: str, topology: Topology) -> tuple[dict[str, autotp.Plan], dict
     for name, mesh in reversed(PLANS):  # `auto` first, so that its plan keeps this name
         label = name if mesh is None else f"{name} {'x'.join(map(str, mesh))}"
         try:
-            plan = plan_captured(captured, topology, Options(name, mesh=mesh, schedule="none"))
+            plan = plan_captured(captured, topology, Options(name, mesh=mesh, schedule=schedule))
         except AutotpError as error:
             print(f"{model}: {label}: {error}", file=sys.stderr)
             continue
@@ -154,12 +162,13 @@ def make() -> str:
 
 def report(points: Sequence[Point]) -> str:
     """The text of the document: a summary by interconnect and model, then every plan."""
-    summary, every, atp = [], [], []
-    for (name, model), group in itertools.groupby(points, key=lambda p: (p.interconnect, p.model)):
+    points = sorted(points, key=lambda p: (list(SCHEDULES).index(p.schedule), list(INTERCONNECTS).index(p.interconnect)))
+    summaries, every, atp = {}, {}, []  # type: dict[str, list[list[object]]], dict[str, list[list[str]]], list[list[str]]
+    for (schedule, name, model), group in itertools.groupby(points, key=lambda p: (p.schedule, p.interconnect, p.model)):
         found = list(group)
         best = min(p.measured for p in found)
         auto, base = _called("auto", found), _called("megatron-1d 4", found)
-        summary.append(
+        summaries.setdefault(schedule, []).append(
             [
                 name,
                 model,
@@ -171,11 +180,11 @@ def report(points: Sequence[Point]) -> str:
             ]
         )
         one, two = _called("atp 4", found), _called("atp 2x2", found)
-        if one and two:
+        if one and two and schedule == "none":
             pairs = (one.predicted, two.predicted), (one.measured, two.measured)
             says = ["(4, 1)" if flat < square else "(2, 2)" for flat, square in pairs]
             atp.append([name, model, *(f"{p.predicted:.3f} / {p.measured:.3f}" for p in (one, two)), *says])
-        every += [
+        every.setdefault(schedule, []).extend(
             [
                 name,
                 model,
@@ -186,7 +195,7 @@ def report(points: Sequence[Point]) -> str:
                 f"{p.error:+.0%}",
             ]
             for p in sorted(found, key=lambda p: p.measured)
-        ]
+        )
     header = [
         "interconnect",
         "model",
@@ -196,26 +205,30 @@ def report(points: Sequence[Point]) -> str:
         "auto over best",
         "gain over pure megatron-1d",
     ]
+    columns = ["interconnect", "model", "plan", "mesh", "predicted s", "measured s", "error"]
+    sections = "\n".join(_section(schedule, table(header, rows)) for schedule, rows in summaries.items())
+    plans = "\n".join(f"## Every plan {SCHEDULES[schedule]}\n\n{table(columns, rows)}" for schedule, rows in every.items())
     return f"""# Predicted and measured
 
 Generated by `python -m benchmarks.predictions --write`, as root ({machine()}, {allocator()}).
 
 Step times (forward and backward) of plans of every family on emulated clusters: network namespaces with rate-limited
-uplinks. On each, `autotp calibrate` ran first, and predictions are based only on the file that it wrote. Plans are made and
-run without overlap (`schedule="none"`), so that every collective counts. A step is timed from its beginning on the first
-rank to its end on the last one; times are medians of six steps, and the plans take turns. The four ranks share the cores of
-the machine.
+uplinks. On each, `autotp calibrate` ran first, and predictions are based only on the file that it wrote. A step is timed
+from its beginning on the first rank to its end on the last one; times are medians of six steps, and the plans take turns.
+The four ranks share the cores of the machine.
 
-{table(header, summary)}
+{sections}
 ## ATP's meshes
 
 The family `atp`, with all ranks in tensor parallelism, on its two meshes; (4, 1) is Megatron's. Predicted / measured
-seconds, and the faster mesh.
+seconds without overlap, and the faster mesh.
 
 {table(["interconnect", "model", "(4, 1)", "(2, 2)", "predicted", "measured"], atp)}
-## Every plan
+{plans}"""
 
-{table(["interconnect", "model", "plan", "mesh", "predicted s", "measured s", "error"], every)}"""
+
+def _section(schedule: str, text: str) -> str:
+    return f'## Plans {SCHEDULES[schedule]}\n\nPlanned for and run with `schedule="{schedule}"`.\n\n{text}'
 
 
 if __name__ == "__main__":

@@ -42,13 +42,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--schedule", default="none")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model, args = trained(chosen.model)
     steps: dict[str, Callable[[], None]] = {}
     for file in sorted(chosen.plans.glob("*.json")):
-        parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file), schedule="none")
+        parallel = autotp.parallelize(model, args=args, plan=autotp.Plan.load(file), schedule=chosen.schedule)
         steps[file.stem] = lambda parallel=parallel: step_of(parallel, args)  # type: ignore[misc]
     finish(medians(steps, chosen.rounds), chosen.out)
 

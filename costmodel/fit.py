@@ -15,7 +15,7 @@ from .collectives import ALGORITHMS, LIBRARIES, OF_LINK, figures
 from .formula import compile_formula
 from .machine.links import Link
 
-__all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_products", "robust", "split_overhead"]
+__all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_parts", "fit_products", "robust", "split_overhead"]
 
 _TO_SIGMA = 1.4826
 """The standard deviation of normal noise over its median absolute deviation."""
@@ -23,6 +23,7 @@ _TO_SIGMA = 1.4826
 _OUTLYING = 3.0
 _FASTEST = 0.01
 _ROUNDS = 20
+_NOISE, _FACTOR, _BOUNDS = 0.05, 0.5, (0.25, 4.0)  # of `fit_parts`
 _HALF_SIZES = np.concatenate([[0.0], np.geomspace(0.25, 1024.0, 193)])
 
 
@@ -224,6 +225,33 @@ def fit_products(
         half,
         {dtype: tuple(errors.tolist()) for dtype, (_, errors) in fitted.items()},
     )
+
+
+def fit_parts(parts: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Fits a factor to each part of several sums, so that the sums have measured values.
+
+    Factors that the sums do not determine stay near 1: this is the most likely solution if factors deviate from 1 by
+    `_FACTOR`, and sums from what was measured by `_NOISE` of it (ridge regression; Hoerl and Kennard, "Ridge regression:
+    biased estimation for nonorthogonal problems", Technometrics 12(1), 1970).
+
+    Args:
+        parts: for each sum, seconds of its parts; the same parts in every sum.
+        seconds: for each sum, the measured time.
+
+    Returns:
+        The factors, between `_BOUNDS`, and for each sum its relative error with them.
+
+    Raises:
+        ValueError: there is no sum, or a time is not positive.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    if not len(times) or not (times > 0).all():
+        raise ValueError("at least one sum is needed, and a positive time for each")
+    shares = np.asarray(parts, dtype=np.float64) / times[:, None]
+    prior = (_NOISE / _FACTOR) ** 2 * np.eye(shares.shape[1])
+    factors = 1 + np.linalg.solve(shares.T @ shares + prior, shares.T @ (1 - shares.sum(axis=1)))
+    factors = np.clip(factors, *_BOUNDS)
+    return factors.tolist(), (shares @ factors - 1).tolist()
 
 
 def _product_errors(sides: np.ndarray, times: np.ndarray, half: float, launch: float) -> tuple[float, np.ndarray]:

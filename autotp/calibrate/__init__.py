@@ -5,5 +5,6 @@ Input: a job under torchrun. Output: a `Calibration` with a fitted topology. `jo
 """
 
 from autotp.calibrate.job import Calibration, Check, LevelFit, calibrate, shape_of_job
+from autotp.calibrate.step import StepFit
 
-__all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
+__all__ = ["Calibration", "Check", "LevelFit", "StepFit", "calibrate", "shape_of_job"]

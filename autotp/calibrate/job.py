@@ -3,7 +3,7 @@
 Two levels are distinguished by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
 collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. Then the
 predictions for the group of all ranks, to which no bandwidth is fitted, are compared with measurements. Last, whole steps
-of a small model show which share of their rates kernels and collectives reach in a step. In a job of one process, no
+of a small model show the rates that kernels and collectives reach in a step. In a job of one process, no
 collectives are measured.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autotp.calibrate.collectives import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
 from autotp.calibrate.contention import time_contention
 from autotp.calibrate.device import DeviceFit, calibrate_device
-from autotp.calibrate.step import StepFit, fit_steps, slowed
+from autotp.calibrate.step import StepFit, corrected, fit_steps
 from autotp.errors import AutotpError
 from costmodel import Level, Measured, Topology, collectives
 from costmodel.fit import LinkFit, fit_link, split_overhead
@@ -94,8 +94,8 @@ class Calibration:
         device: the fit of the device's figures.
         concurrency: how many times longer an all_gather between the nodes takes if all ranks take part than if one rank of
             each node does; None if nodes have one rank, or there is one node.
-        steps: how much longer whole steps take than the sum of their parts; the topology's rates are the fitted ones,
-            divided by its factor.
+        steps: how much longer the parts of a step take than by themselves; the topology's rates are the fitted ones,
+            divided by its factors.
     """
 
     topology: Topology
@@ -182,7 +182,7 @@ class _Job:
         topology = Topology(name, device, tuple(levels) or (Level("node", 1, device.memory_bandwidth, 0.0),), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
-        return Calibration(slowed(topology, steps.factor), tuple(fits), checks, device_fit, concurrency, steps)
+        return Calibration(corrected(topology, steps.factors), tuple(fits), checks, device_fit, concurrency, steps)
 
     def fit(self, level: str, axis: int, kind: str) -> LevelFit:
         self.progress(f"{level}: {kind}")

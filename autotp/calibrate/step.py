@@ -1,8 +1,11 @@
-"""Times whole steps of a reference model, and reduces the fitted rates to those that a step reaches.
+"""Times whole steps of two reference models, and corrects the fitted figures to those that a step reaches.
 
 Kernels and collectives are timed one by one. In a step, each finds other data in the caches, ranks reach a collective at
-different times, and Python runs in between. The ratio of a step's time to the sum of its parts is about the same for all
-plans. So steps of a small reference model are timed under some plans, and every rate is divided by the mean ratio.
+different times, and Python runs in between: kernels take longer than by themselves, collectives more or less. So steps of a
+small transformer and of a small convolutional network are timed under plans of different families, and without a plan, on
+every rank by itself. The predicted time of each is a sum of parts: one for the launches, one for every kind of operator, and
+one for every figure of every collective on every level. A factor for each part is fitted to all steps together
+(`costmodel.fit.fit_parts`).
 """
 
 from __future__ import annotations
@@ -10,36 +13,49 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autotp.analysis.reprice import repriced
 from autotp.calibrate.collectives import Clock, Effort
 from autotp.calibrate.kernels import TRAINED
+from autotp.planner import plan_captured
+from autotp.plans.options import Options
+from autotp.plans.plan import Plan
 from autotp.runtime.parallelize import parallelize
-from costmodel import Device, Level, Topology
+from costmodel import KINDS, Level, Measured, Topology
+from costmodel.fit import fit_parts
+from passes.capture import Captured, capture
 
-__all__ = ["StepFit", "fit_steps", "slowed"]
+__all__ = ["StepFit", "corrected", "fit_steps", "parts_of"]
 
-#: Width, tokens of a sequence, sequences and blocks of the reference model, on a CPU core and on a GPU.
-_SIZES = {"cpu": (256, 64, 16, 2), "cuda": (4096, 2048, 16, 2)}
-_RANGE = (1.0, 2.0)
+#: Width, tokens of a sequence, and blocks of the transformer; width and height of an image; sequences and images; on a CPU
+#: core and on a GPU. The convolutional network begins with an eighth as many channels.
+_SIZES = {"cpu": (512, 64, 1, 32, 16), "cuda": (4096, 2048, 2, 64, 16)}
+#: Families that are timed on one mesh axis, and on two; each moves other tensors, or by other collectives.
+_ALONG_ONE = ("data", "megatron-1d", "zero3", "3d")
+_ALONG_TWO = ("megatron-1d", "tensor3d", "summa-2d", "3d")
+_FIGURES = ("bandwidth", "latency", "overhead")  # of `costmodel.Measured`
+_STEP = 1e-3  # the relative change of a figure that shows how much of a step depends on it
 
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """How much longer steps take than the sum of their parts.
+    """How long steps take, compared with the sum of their parts.
 
     Attributes:
-        factor: the geometric mean of the ratios, clamped to [1, 2], by which rates are divided.
-        ratios: plan -> measured over predicted seconds.
+        factors: part -> how many times as long it takes in a step as by itself. A part is a kind of operator (one of
+            `costmodel.KINDS`), ``"launch"``, or a figure of a collective on a level: ``"network all_gather latency"``.
+        before: reference model and plan -> predicted over measured seconds, minus 1.
+        errors: the same, with the factors.
     """
 
-    factor: float
-    ratios: Mapping[str, float]
+    factors: Mapping[str, float]
+    before: Mapping[str, float]
+    errors: Mapping[str, float]
 
 
 class _Block(nn.Module):
@@ -57,86 +73,128 @@ class _Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-class _Reference(nn.Module):
-    def __init__(self, width: int, blocks: int) -> None:
+class _Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(_Block(width) for _ in range(blocks)))
+        self.norm1, self.norm2 = nn.GroupNorm(8, channels), nn.GroupNorm(8, out)
+        self.first, self.second = nn.Conv2d(channels, out, 3, stride, padding=1), nn.Conv2d(out, out, 3, padding=1)
+        self.shortcut = nn.Conv2d(channels, out, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
+        y = self.first(nn.functional.silu(self.norm1(x)))
+        return self.shortcut(x) + self.second(nn.functional.silu(self.norm2(y)))
+
+
+class _Loss(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def _references(device: torch.device, ranks: int) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """The name of each reference model, the model, and its input for all ranks."""
+    width, tokens, blocks, side, sequences = _SIZES[device.type]
+    torch.manual_seed(0)
+    batch, channels, to = math.lcm(sequences, ranks), width // 8, (device, TRAINED[device.type])
+    yield "transformer", _Loss(*(_Block(width) for _ in range(blocks))).to(*to), torch.randn(batch, tokens, width).to(*to)
+    first = nn.Conv2d(4, channels, 3, padding=1)
+    layers = first, _Residual(channels, channels, 1), _Residual(channels, 2 * channels, 2)
+    yield "convolutions", _Loss(*layers).to(*to), torch.randn(batch, 4, side, side).to(*to)
 
 
 def fit_steps(
     topology: Topology, shape: tuple[int, int], clock: Clock, effort: Effort, progress: Callable[[str], None]
 ) -> StepFit:
-    """Times steps of the reference model on all ranks, under several plans. Returns the same fit on every rank.
+    """Times steps of the reference models on all ranks, under several plans. Returns the same fit on every rank.
 
     Args:
         topology: the fitted topology, for the predictions.
         shape: (nodes, ranks of each node).
         clock: of this rank.
         effort: how long to measure.
-        progress: called with the name of each plan.
+        progress: called with a description of every stage.
     """
-    ranks = math.prod(shape)
-    names = ("data", "megatron-1d", "zero3") if ranks > 1 else ("data",)
-    plans: list[tuple[str, tuple[int, ...]]] = [(name, (ranks,)) for name in names]
-    if min(shape) > 1:
-        plans += [("megatron-1d", shape), ("tensor3d", shape)]
-    width, tokens, sequences, blocks = _SIZES[clock.device.type]
-    torch.manual_seed(0)
-    dtype = TRAINED[clock.device.type]
-    model = _Reference(width, blocks).to(clock.device, dtype)
-    args = (torch.randn(math.lcm(sequences, ranks), tokens, width, device=clock.device, dtype=dtype),)
-    ratios = {}
-    for name, mesh in plans:
-        label = f"{name} {'x'.join(map(str, mesh))}"
+    predicted, measured, parts = {}, {}, []
+
+    def compare(label: str, captured: Captured, plan: Plan, module: nn.Module, batch: Tensor) -> None:
         progress(f"steps: {label}")
-        parallel: Any = parallelize(model, topology, args, strategy=name, mesh=mesh, panels=1, schedule="none")
-        _step(parallel, args)
-        spans = []
-        for _ in range(effort.fewest):
-            clock.barrier()
-            begun = time.perf_counter()
-            _step(parallel, args)
-            clock.synchronize()
-            spans.append(time.perf_counter() - begun)
-        ratios[label] = statistics.median(clock.slowest(spans)) / parallel.plan.predicted.passes_seconds
-    mean = statistics.geometric_mean(ratios.values())
-    return StepFit(min(max(mean, _RANGE[0]), _RANGE[1]), ratios)
+        measured[label] = _seconds(module, batch, clock, effort)
+        predicted[label] = plan.predicted.passes_seconds
+        parts.append(parts_of(captured, plan))
+
+    ranks = math.prod(shape)
+    for name, model, batch in _references(clock.device, ranks):
+        own = batch[: len(batch) // ranks]
+        captured = capture(model, (own,), None)
+        alone = plan_captured(captured, topology.resized(1), Options(schedule="none"))
+        compare(f"{name} alone", captured, alone, model, own)
+        captured, seen = capture(model, (batch,), None), set()
+        for family, mesh in _families(shape):
+            plan = plan_captured(captured, topology, Options(family, mesh=mesh, panels=1, schedule="none"))
+            if plan.hash not in seen:
+                seen.add(plan.hash)
+                parallel = parallelize(model, topology, (batch,), plan=plan, schedule="none")
+                compare(f"{name} {family} {'x'.join(map(str, mesh))}", captured, plan, parallel, batch)
+    names = list(parts[-1])
+    factors, errors = fit_parts([[one.get(part, 0.0) for part in names] for one in parts], list(measured.values()))
+    before = {label: predicted[label] / seconds - 1 for label, seconds in measured.items()}
+    return StepFit(dict(zip(names, factors, strict=True)), before, dict(zip(measured, errors, strict=True)))
 
 
-def _step(parallel: nn.Module, args: tuple[Tensor, ...]) -> None:
-    parallel(*args).backward()
-    for parameter in parallel.parameters():
-        parameter.grad = None
+def _families(shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
+    """The families and meshes to time: with all ranks on one axis, and on two: nodes, or as even as they divide."""
+    ranks = math.prod(shape)
+    if ranks == 1:
+        return []
+    inner = max(ways for ways in range(1, math.isqrt(ranks) + 1) if ranks % ways == 0)
+    two = shape if min(shape) > 1 else (inner, ranks // inner)
+    found: list[tuple[str, tuple[int, ...]]] = [(name, (ranks,)) for name in _ALONG_ONE]
+    return found + ([(name, two) for name in _ALONG_TWO] if min(two) > 1 else [])
 
 
-def slowed(topology: Topology, factor: float) -> Topology:
-    """The topology with every rate divided by a factor, and every latency and overhead multiplied by it."""
-    return replace(
-        topology, device=_slower_device(topology.device, factor), levels=tuple(_slower(x, factor) for x in topology.levels)
-    )
+def _seconds(module: nn.Module, batch: Tensor, clock: Clock, effort: Effort) -> float:
+    """The median time of both passes on the slowest rank, after the first step."""
+    spans = []
+    for _ in range(1 + effort.fewest):
+        clock.barrier()
+        begun = time.perf_counter()
+        module(batch).backward()
+        for parameter in module.parameters():
+            parameter.grad = None
+        clock.synchronize()
+        spans.append(time.perf_counter() - begun)
+    return statistics.median(clock.slowest(spans[1:]))
 
 
-def _slower_device(device: Device, factor: float) -> Device:
-    return replace(
-        device,
-        flops={dtype: rate / factor for dtype, rate in device.flops.items()},
-        memory_bandwidth=device.memory_bandwidth / factor,
-        launch=device.launch * factor,
-    )
+def parts_of(captured: Captured, plan: Plan) -> dict[str, float]:
+    """Part -> its predicted seconds in a plan's passes: the change of the prediction if only this part takes longer."""
+    topology = plan.topology
+
+    def passes(factors: Mapping[str, float]) -> float:
+        return repriced(captured, plan, corrected(topology, factors)).predicted.passes_seconds
+
+    names = [_part(level, kind, figure) for level in topology.levels for kind in level.measured for figure in _FIGURES]
+    whole = passes({})
+    return {name: (passes({name: 1 + _STEP}) - whole) / _STEP for name in ["launch", *KINDS, *names]}
 
 
-def _slower(level: Level, factor: float) -> Level:
-    return replace(
-        level,
-        bandwidth=level.bandwidth / factor,
-        latency=level.latency * factor,
-        measured={
-            kind: replace(
-                one, bandwidth=one.bandwidth / factor, latency=one.latency * factor, overhead=one.overhead * factor
-            )
-            for kind, one in level.measured.items()
-        },
-    )
+def corrected(topology: Topology, factors: Mapping[str, float]) -> Topology:
+    """The topology on which every part of a step takes a factor as long: 1 for parts without one."""
+    slowdown = {kind: topology.device.slowdown.get(kind, 1.0) * factors.get(kind, 1.0) for kind in KINDS}
+    device = replace(topology.device, launch=topology.device.launch * factors.get("launch", 1.0), slowdown=slowdown)
+    levels = []
+    for level in topology.levels:
+        measured = {}
+        for kind, one in level.measured.items():
+            moving, waiting, starting = (factors.get(_part(level, kind, figure), 1.0) for figure in _FIGURES)
+            measured[kind] = Measured(one.bandwidth / moving, one.latency * waiting, one.overhead * starting)
+        own = measured.get("all_gather", level)
+        levels.append(replace(level, bandwidth=own.bandwidth, latency=own.latency, measured=measured))
+    return replace(topology, device=device, levels=tuple(levels))
+
+
+def _part(level: Level, kind: str, figure: str) -> str:
+    return f"{level.name} {kind} {figure}"

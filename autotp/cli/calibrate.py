@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.calibrate import Calibration, calibrate, shape_of_job
+from autotp.calibrate import Calibration, StepFit, calibrate, shape_of_job
 from autotp.cli.render import bytes_of, time_of
 from autotp.cli.terminal import Terminal, make_console
 from autotp.errors import AutotpError
@@ -32,6 +32,7 @@ from costmodel.toml_out import topology_toml
 __all__ = ["calibrate_command", "calibration_table", "calibration_toml"]
 
 _TIMEOUT = datetime.timedelta(minutes=5)
+_CLEAR = 0.005  # how far from 1 a factor is shown
 
 
 def calibrate_command(
@@ -155,11 +156,12 @@ def calibration_toml(calibration: Calibration) -> str:
             f"  {c.kind} of {bytes_of(c.volume)}: {time_of(c.predicted)}, {time_of(c.measured)} ({c.error:+.0%})"
             for c in calibration.checks
         ]
-    steps = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
+    steps = calibration.steps
     header += [
-        f"Rates are those that a step reaches: steps of a reference model took {calibration.steps.factor:.2f} times",
-        f"the sum of their parts ({steps}), so each rate is that much below the one fitted.",
+        f"All figures are those that a step reaches. {_factors(steps)}",
+        "Errors of steps, without and with these factors:",
     ]
+    header += [f"  {plan}: {before:+.0%}, {steps.errors[plan]:+.0%}" for plan, before in steps.before.items()]
     notes: dict[tuple[str, ...], str] = {
         ("levels", fit.level, fit.link.kind): f"error {fit.link.median_error:.1%}, at most {fit.link.largest_error:.1%}"
         for fit in calibration.fits
@@ -181,8 +183,7 @@ def calibration_table(calibration: Calibration) -> RenderableType:
     parts.append(_device_table(calibration))
     if calibration.checks:
         parts.append(_checks_table(calibration))
-    ratios = ", ".join(f"{plan} {ratio:.2f}" for plan, ratio in calibration.steps.ratios.items())
-    parts.append(f"steps take {calibration.steps.factor:.2f} × the sum of their parts ({ratios}); rates are divided by it")
+    parts += [_steps_table(calibration.steps), _factors(calibration.steps)]
     return Group(*parts)
 
 
@@ -230,6 +231,19 @@ def _checks_table(calibration: Calibration) -> Table:
             check.kind, bytes_of(check.volume), time_of(check.predicted), time_of(check.measured), f"{check.error:+.0%}"
         )
     return table
+
+
+def _steps_table(steps: StepFit) -> Table:
+    table = _columns("steps of a reference model", "error, parts by themselves", "error, parts in a step")
+    for plan, before in steps.before.items():
+        table.add_row(plan, f"{before:+.0%}", f"{steps.errors[plan]:+.0%}")
+    return table
+
+
+def _factors(steps: StepFit) -> str:
+    """The factors of parts, without those that steps do not depend on."""
+    found = ", ".join(f"{part} {factor:.2f}" for part, factor in steps.factors.items() if abs(factor - 1) >= _CLEAR)
+    return f"In a step, parts take so many times as long as by themselves: {found or 'all of them as long'}."
 
 
 def _columns(*titles: str) -> Table:

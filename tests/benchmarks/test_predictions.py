@@ -105,12 +105,15 @@ def test_the_interconnects_and_plans_that_are_compared():
 
 def test_the_report_sums_up_what_was_measured():
     points = [
-        Point("flat, 4 ranks", "gpt", ("auto",), (4,), 0.9, 1.0),
-        Point("flat, 4 ranks", "gpt", ("megatron-1d 4", "atp 4"), (4,), 2.2, 2.0),
-        Point("flat, 4 ranks", "gpt", ("atp 2x2", "tensor3d 2x2"), (2, 2), 2.1, 2.5),
-        Point("flat, 4 ranks", "gpt", ("data 4",), (4,), 2.9, 3.0),
+        Point("flat, 4 ranks", "none", "gpt", ("auto",), (4,), 0.9, 1.0),
+        Point("flat, 4 ranks", "none", "gpt", ("megatron-1d 4", "atp 4"), (4,), 2.2, 2.0),
+        Point("flat, 4 ranks", "none", "gpt", ("atp 2x2", "tensor3d 2x2"), (2, 2), 2.1, 2.5),
+        Point("flat, 4 ranks", "none", "gpt", ("data 4",), (4,), 2.9, 3.0),
+        Point("flat, 4 ranks", "overlap", "gpt", ("auto",), (4,), 0.6, 0.5),
+        Point("flat, 4 ranks", "overlap", "gpt", ("data 4",), (4,), 0.7, 1.0),
     ]
     text = report(points)
     assert "| flat, 4 ranks | gpt | 4 | 10% | 0.67 | +0% | +100% |" in text
     assert "| flat, 4 ranks | gpt | 2.200 / 2.000 | 2.100 / 2.500 | (2, 2) | (4, 1) |" in text
     assert "| flat, 4 ranks | gpt | data 4 | 4 | 2.900 | 3.000 | -3% |" in text
+    assert "| flat, 4 ranks | gpt | 2 | 25% | 1.00 |" in text.partition("## Plans with overlap")[2]

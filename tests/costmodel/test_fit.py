@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel import COLLECTIVES, Device, Level, Link, Measured, Topology, collectives
-from costmodel.fit import fit_link, fit_products, robust
+from costmodel.fit import fit_link, fit_parts, fit_products, robust
 from costmodel.text.files import write_atomically
 from costmodel.toml_out import topology_toml
 
@@ -131,6 +131,26 @@ def awkward():
         Level("odd", 3, 2e9, 5e-6, matrix=((0.0, 2e9, 1e9 / 3), (2e9, 0.0, 0.0), (1e9 / 3, 0.0, 0.0))),
     )
     return Topology('name = "x"\n[device] # \N{SNOWMAN} \U0001f600', device, levels, "mpi")
+
+
+def test_factors_of_parts_are_recovered_and_others_stay_near_1():
+    rng = np.random.default_rng(0)
+    parts, factors = np.exp(rng.normal(size=(12, 3))), np.array([1.4, 0.6, 1.0])
+    found, errors = fit_parts(np.hstack([parts, np.zeros((12, 1))]).tolist(), (parts @ factors).tolist())
+    assert found == pytest.approx([*factors, 1.0], abs=0.02)
+    assert max(map(abs, errors)) < 0.02
+    # One sum cannot tell its parts apart: both take the same share of what is missing.
+    found, errors = fit_parts([[1.0, 1.0]], [3.0])
+    assert found == pytest.approx([1.5, 1.5], abs=0.03)
+    assert errors == pytest.approx([0.0], abs=0.02)
+    found, _ = fit_parts([[1.0]] * 200, [100.0] * 200)
+    assert found == [4.0]
+
+
+@pytest.mark.parametrize("seconds", [[], [0.0], [math.nan]])
+def test_parts_that_cannot_be_fitted_are_refused(seconds):
+    with pytest.raises(ValueError, match="at least one sum"):
+        fit_parts([[1.0]] * len(seconds), seconds)
 
 
 def test_a_written_topology_reads_back_exactly(tmp_path):

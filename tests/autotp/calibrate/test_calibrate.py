@@ -1,5 +1,6 @@
 """``autotp calibrate`` with real processes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -7,15 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from autotp.analysis.reprice import repriced
 from autotp.calibrate import calibrate, shape_of_job
 from autotp.calibrate.collectives import FULL, KINDS, QUICK, Timing, job, time_sizes
 from autotp.calibrate.kernels import operators, product_sizes
+from autotp.calibrate.step import corrected, parts_of
 from autotp.cli import main
 from autotp.errors import AutotpError
+from autotp.planner import plan_captured
+from autotp.plans.options import Options
 from costmodel import KINDS as OPERATOR_KINDS
-from costmodel import Topology
+from costmodel import Level, Measured, Topology
 from costmodel.fit import Sample
+from passes.capture import capture
 
 ROOT = Path(__file__).parents[3]
 FAILING = """
@@ -199,3 +206,18 @@ def test_products_are_of_every_orientation():
     shapes = product_sizes(1024)
     assert len(shapes) == len(set(shapes))
     assert {(32, 32, 32), (1024, 1024, 1024), (64, 1024, 1024), (1024, 64, 1024), (1024, 1024, 64)} <= set(shapes)
+
+
+@pytest.mark.parametrize("family", ["zero3", "megatron-1d"])
+def test_a_step_is_the_sum_of_its_parts(family):
+    measured = {kind: Measured(1e9 * (1 + at), 1e-5 * (1 + at), 3e-5) for at, kind in enumerate(KINDS)}
+    levels = tuple(Level(name, 2, 1e9, 1e-5, measured=measured) for name in ("node", "network"))
+    topology = dataclasses.replace(Topology.load("cpu"), levels=levels)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    captured = capture(model, (torch.randn(8, 64),), None)
+    plan = plan_captured(captured, topology, Options(family, mesh=(2, 2), panels=1, schedule="none"))
+    parts, seconds = parts_of(captured, plan), plan.predicted.passes_seconds
+    assert sum(parts.values()) == pytest.approx(seconds, rel=1e-6)
+    factors = {part: 1 + 0.1 * at for at, part in enumerate(parts)}
+    again = repriced(captured, plan, corrected(topology, factors)).predicted.passes_seconds
+    assert again - seconds == pytest.approx(sum((factors[part] - 1) * parts[part] for part in parts), rel=1e-6)
