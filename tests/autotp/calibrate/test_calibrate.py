@@ -88,7 +88,15 @@ def test_writes_a_topology_that_loads(calibrated):
 @pytest.mark.distributed
 def test_the_fit_goes_to_stdout_and_progress_to_stderr(calibrated):
     folder, done = calibrated
-    for word in (*KINDS, "outliers", "float32", "half size", "slowdown: attention", f"written to {folder / 'box.toml'}"):
+    for word in (
+        *KINDS,
+        "outliers",
+        "float32",
+        "half size",
+        "slowdown: attention",
+        "convolutions zero3 2",
+        f"written to {folder / 'box.toml'}",
+    ):
         assert word in done.stdout
     assert done.stderr.count("measuring node: all_gather") == 1
     text = (folder / "box.toml").read_text()
@@ -96,6 +104,8 @@ def test_the_fit_goes_to_stdout_and_progress_to_stderr(calibrated):
     assert f"torch {torch.__version__}" in text
     assert "# Command: autotp calibrate --quick" in text
     assert text.count("error ") >= len(KINDS) + 2
+    errors = [line for line in text.splitlines() if line.startswith("#   ")]
+    assert len(errors) >= 8 and {line.split()[1] for line in errors} == {"transformer", "convolutions"}
 
 
 @pytest.mark.exact
