@@ -3,8 +3,8 @@
 Kernels and collectives are timed one by one. In a step, each finds other data in the caches, ranks reach a collective at
 different times, and Python runs in between: kernels take longer than by themselves, collectives more or less. So steps of a
 small transformer and of a small convolutional network are timed under plans of different families, and without a plan, on
-every rank by itself. The predicted time of each is a sum of parts: one for launches, one for every kind of operator, and one
-for every figure of every collective on every level. A factor for each part is fitted to all steps together
+every rank by itself. The predicted time of each is a sum of parts: of launches, of every kind of operator, and of every
+figure of every collective on every level. A factor for each part is fitted to all steps together
 (`costmodel.fit.fit_parts`).
 """
 
