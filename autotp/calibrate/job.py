@@ -3,8 +3,8 @@
 Two levels are distinguished by torchrun's numbering: the ranks of a node, and the nodes. For each level, the times of every
 collective at many sizes give a latency and a bandwidth; for the device, the times of kernels give its rates. Then the
 predictions for the group of all ranks, to which no bandwidth is fitted, are compared with measurements. Last, whole steps
-of small models show the rates that kernels and collectives reach in a step. In a job of one process, no
-collectives are measured.
+of small models show the rates that kernels and collectives reach in a step. In a job of one process, no collectives are
+measured.
 """
 
 from __future__ import annotations

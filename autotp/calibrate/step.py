@@ -138,10 +138,9 @@ def fit_steps(
                 seen.add(plan.hash)
                 parallel = parallelize(model, topology, (batch,), plan=plan, schedule="none")
                 compare(f"{name} {family} {'x'.join(map(str, mesh))}", captured, plan, parallel, batch)
-    names = list(parts[-1])
-    factors, errors = fit_parts([[one.get(part, 0.0) for part in names] for one in parts], list(measured.values()))
+    factors, errors = fit_parts([list(one.values()) for one in parts], list(measured.values()))
     before = {label: predicted[label] / seconds - 1 for label, seconds in measured.items()}
-    return StepFit(dict(zip(names, factors, strict=True)), before, dict(zip(measured, errors, strict=True)))
+    return StepFit(dict(zip(parts[0], factors, strict=True)), before, dict(zip(measured, errors, strict=True)))
 
 
 def _families(shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
@@ -171,14 +170,13 @@ def _seconds(module: nn.Module, batch: Tensor, clock: Clock, effort: Effort) -> 
 
 def parts_of(captured: Captured, plan: Plan) -> dict[str, float]:
     """Part -> its predicted seconds in a plan's passes: the change of the prediction if only this part takes longer."""
-    topology = plan.topology
+    topology, seconds = plan.topology, plan.predicted.passes_seconds
 
-    def passes(factors: Mapping[str, float]) -> float:
-        return repriced(captured, plan, corrected(topology, factors)).predicted.passes_seconds
+    def more(part: str) -> float:
+        return repriced(captured, plan, corrected(topology, {part: 1 + _STEP})).predicted.passes_seconds - seconds
 
-    names = [_part(level, kind, figure) for level in topology.levels for kind in level.measured for figure in _FIGURES]
-    whole = passes({})
-    return {name: (passes({name: 1 + _STEP}) - whole) / _STEP for name in ["launch", *KINDS, *names]}
+    figures = [_part(level, kind, figure) for level in topology.levels for kind in level.measured for figure in _FIGURES]
+    return {part: more(part) / _STEP for part in ["launch", *KINDS, *figures]}
 
 
 def corrected(topology: Topology, factors: Mapping[str, float]) -> Topology:
