@@ -104,8 +104,8 @@ LIBRARIES: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """The algorithms of each library. NCCL: rings, and a tree for all_reduce. Gloo: rings; its reduce_scatter is an all_reduce,
-so `passes.world.process` exchanges parts in pairs instead, as it does for small all_reduces and all_gathers, which are
-priced as rings. MPI: rings, pairs, recursive and hierarchical algorithms."""
+so `passes.world.process` exchanges parts in pairs instead, as it does for small all_reduces and all_gathers, and for
+all_gathers between two nodes, which are priced as rings. MPI: rings, pairs, recursive and hierarchical algorithms."""
 
 TRAFFIC: Mapping[str, sympy.Expr] = MappingProxyType(
     {kind: (2 if kind == "all_reduce" else 1) * _share * V for kind in ALGORITHMS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from costmodel.errors import AutotpError
+from costmodel.text.numbers import MOST_DEVICES, whole_of
 from passes.torch_internals import default_group, forget_groups, group_time_limit, is_zerotensor
 from passes.world.pending import Pending
 from passes.world.whereabouts import Whereabouts
@@ -28,6 +30,9 @@ __all__ = ["ProcessWorld", "all_gather_single", "made_once", "time_limit"]
 #: The most bytes that a device receives in a pairwise exchange over gloo. Gloo's rings take one step per member, for which
 #: every process has to wake up; pairwise messages are all sent at once, but more bytes cross an uplink that is shared.
 _PAIRWISE = 64 * 2**10
+#: The least bytes for each member of a group that are exchanged as single messages over gloo; see `_Messages`. For fewer,
+#: the time of the collective that follows them is more than they save.
+_MESSAGE = 512 * 2**10
 #: The job's process group -> key -> the object that `made_once` has made.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 atexit.register(_MADE.clear)  # see `_let_go`
@@ -52,6 +57,46 @@ class _UnderWay(Pending):
         return f"the {self._kind} over {over}{f' for {self.operator}' if self.operator else ''}"
 
 
+class _Messages:
+    """Messages from and to every other member of a gloo group, as the handle of one collective.
+
+    All receives are posted before the first send. Gloo announces a receive behind the data that it is sending on the same
+    connection, and the other process sends no data before it reads this: gloo's own ``all_to_all`` and ``all_gather``,
+    which send first, use a link in one direction at a time.
+
+    Nothing but the end of a message ends a wait for it (a timeout closes the connection), so a collective of one byte each
+    follows: a wait for this one can be interrupted and resumed, and when it has ended, all members have sent theirs.
+
+    Args:
+        received: the rows of ``result`` and of ``sent`` for each member; this member's own row is copied.
+        sent: see ``received``.
+        group: the group, with as many members as there are rows.
+    """
+
+    def __init__(self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        own, members = dist.get_rank(group), len(received)
+        others = [(own + distance) % members for distance in range(1, members)]
+        receives = [dist.irecv(received[other], group=group, group_src=other) for other in reversed(others)]
+        sends = [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+        self._messages: list[Any] = [*receives, *sends]
+        flags = torch.zeros(members, dtype=torch.uint8)
+        self._last = dist.all_to_all_single(flags.clone(), flags, group=group, async_op=True)
+        with torch.no_grad():
+            received[own].copy_(sent[own])
+
+    def wait(self, *timeout: timedelta) -> None:
+        self._last.wait(*timeout)
+        while self._messages:  # a second wait for the same message would wait for another one
+            self._messages[-1].wait()
+            self._messages.pop()
+
+    def is_completed(self) -> bool:
+        return self._last.is_completed()
+
+    def get_future(self) -> Any:
+        return self._last.get_future()
+
+
 class ProcessWorld(World):
     """One process of a job: its coordinates on a ``DeviceMesh``, and its process groups.
 
@@ -74,6 +119,7 @@ class ProcessWorld(World):
         if whereabouts is not None:
             self.whereabouts = whereabouts
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._across = set[tuple[int, ...]]()
         self.join(groups)
         atexit.register(_let_go, weakref.ref(self), weakref.ref(mesh))
 
@@ -85,6 +131,8 @@ class ProcessWorld(World):
                 group.set_timeout(time_limit())
             if dist.get_backend(group) == "gloo":
                 self.sliced.add(axes)
+                if len({rank // _ranks_of_node() for rank in dist.get_process_group_ranks(group)}) > 1:
+                    self._across.add(axes)
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
         if len(axes) == 1:
@@ -122,10 +170,12 @@ class ProcessWorld(World):
         """See ``World.all_gather``."""
         if self._pairwise(parts[0], (axis,)):
             return self._everybodys(parts[0], (axis,))
-        part = _as_bytes(_in_memory(parts[0]))
-        result = part.new_empty((self.mesh_shape[axis], *part.shape))
-        given = result.view(-1), part.view(-1)
-        return self._begun("all_gather", (axis,), result.view(parts[0].dtype), part, all_gather_single, *given)
+        part, members = _as_bytes(_in_memory(parts[0])), self.mesh_shape[axis]
+        result = part.new_empty((members, *part.shape))
+        whole = result.view(parts[0].dtype)
+        if members == 2 and self._single_messages(result, (axis,)):  # in larger groups, gloo's ring is as fast
+            return self._begun("all_gather", (axis,), whole, part, _messages, result, part.expand_as(result))
+        return self._begun("all_gather", (axis,), whole, part, all_gather_single, result.view(-1), part.view(-1))
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
         """See ``World.reduce_scatter``."""
@@ -142,8 +192,10 @@ class ProcessWorld(World):
     def _exchanged(self, parts: Tensor, axes: tuple[int, ...]) -> Pending:
         part = _as_bytes(_in_memory(parts))
         result = torch.empty_like(part)
-        given = result.view(-1), part.view(-1)
-        return self._begun("all_to_all", axes, result.view(parts.dtype), part, dist.all_to_all_single, *given)
+        whole = result.view(parts.dtype)
+        if self._single_messages(result, axes):
+            return self._begun("all_to_all", axes, whole, part, _messages, result, part)
+        return self._begun("all_to_all", axes, whole, part, dist.all_to_all_single, result.view(-1), part.view(-1))
 
     def _begun(
         self, kind: str, axes: tuple[int, ...], result: Tensor, sent: Any, begin: Callable[..., Any], *given: Any
@@ -163,10 +215,24 @@ class ProcessWorld(World):
         """The group's tensors, stacked, as from ``all_gather``, but by pairwise exchange."""
         return self._exchanged(part.expand(self._process_groups[axes].size(), *part.shape), axes)
 
+    def _single_messages(self, result: Tensor, axes: tuple[int, ...]) -> bool:
+        """Whether to exchange the rows of a tensor as messages. Within a node, the directions of a link do not matter."""
+        return axes in self._across and result.device.type == "cpu" and result.nbytes >= len(result) * _MESSAGE
+
     def _pairwise(self, part: Tensor, axes: tuple[int, ...]) -> bool:
         """Whether to gather the group's tensors by pairwise exchange, instead of gloo's ring."""
         group = self._process_groups[axes]
         return axes in self.sliced and (group.size() - 1) * part.nbytes <= _PAIRWISE
+
+
+def _messages(result: Tensor, sent: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _Messages:
+    """Sends every member of a group its row of ``sent``, and receives its row of ``result`` from each."""
+    return _Messages(result.unbind(), sent.unbind(), group)
+
+
+def _ranks_of_node() -> int:
+    """The number of ranks of each node, as torchrun states it; 1 if it did not start this process."""
+    return whole_of(os.environ.get("LOCAL_WORLD_SIZE", "1"), "environment: LOCAL_WORLD_SIZE", most=MOST_DEVICES)
 
 
 def made_once(key: Hashable, make: Callable[..., Any], *args: Any, **options: Any) -> Any:

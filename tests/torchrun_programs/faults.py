@@ -102,7 +102,7 @@ def late():
     if rank == 1:
         time.sleep(LIMIT / 2)
     parallel(x).backward()
-    print("FOUND nothing", flush=True)
+    print("FOUND nothing\n", end="", flush=True)  # in one write, as ranks share the output
 
 
 def language(strategy, schedule="overlap"):
@@ -181,6 +181,8 @@ if __name__ == "__main__":
         globals()[sys.argv[1]](*sys.argv[2:4])
     except autotp.AutotpError as error:
         operator = getattr(error, "operator", "")
-        print(f"FOUND {rank} {type(error).__name__} [{operator}] {time.monotonic() - begin:.1f} {error}", flush=True)
+        print(
+            f"FOUND {rank} {type(error).__name__} [{operator}] {time.monotonic() - begin:.1f} {error}\n", end="", flush=True
+        )
     time.sleep(0.5)  # the other ranks report before the launcher ends them
     os._exit(0)

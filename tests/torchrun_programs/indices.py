@@ -21,6 +21,6 @@ for inputs in ("global", "local"):
     try:
         parallel(wrong, mine[1])
     except IndexError:
-        print(f"raised on rank {rank}", flush=True)
+        print(f"raised on rank {rank}\n", end="", flush=True)  # in one write, as ranks share the output
     dist.barrier()
 dist.destroy_process_group()

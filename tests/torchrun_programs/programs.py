@@ -169,7 +169,7 @@ def parts_of_other_sizes():
         with pytest.raises(autotp.PlanMismatchError, match="different calls: .*only the rows .dim 0. of different parts"):
             parallel(torch.randn(2, 8 + 8 * (dist.get_rank() == ranks - 1), 8, dtype=torch.float64))
     offset = torch.ones(4, dtype=torch.float64)
-    example = (torch.zeros(2, 4, dtype=torch.float64), offset)
+    example = (torch.zeros(dist.get_world_size(), 4, dtype=torch.float64), offset)
     parallel = autotp.parallelize(Offset().double(), None, example, strategy="zero3", inputs="uneven")
     for sizes in ((3, 2), (8, 4), (4, 0)):
         with pytest.raises(autotp.PlanMismatchError, match="argument offset has 4.* rows .dim 0. on the ranks"):

@@ -7,7 +7,9 @@ import itertools
 import math
 import os
 import tempfile
+import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from passes.layouts.codes import fits, restorable
 from passes.layouts.layout import place
 from passes.overlap.launch import launch
 from passes.overlap.schedule import Limits
-from passes.world.process import ProcessWorld
+from passes.world.process import ProcessWorld, _Messages
 from passes.world.world import LocalWorld
 
 
@@ -346,10 +348,30 @@ def orders():
 
 def collectives():
     """For few and many bytes and all dtypes, collectives between processes give what one process computes."""
+    _collectives_are_exact()
+
+
+def collectives_between_nodes():
+    """The same between nodes, where large tensors are exchanged as single messages; a wait for them can be resumed."""
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        mine = _collectives_are_exact()
+    rank = dist.get_rank()
+    if mine.hosted[0][0]:
+        time.sleep(2.5)  # longer than the wait that the other rank resumes
+    begun = [getattr(mine, kind)([torch.full((2, 2**18), float(rank))], 0) for kind in ("all_gather", "all_to_all")]
+    assert all(isinstance(one._work, _Messages) for one in begun)
+    other = (rank + 2) % 4
+    pair = torch.tensor([min(rank, other), max(rank, other)], dtype=torch.float32)
+    gathered, exchanged = (one.wait()[0] for one in begun)
+    assert torch.equal(gathered, pair.view(2, 1, 1).expand_as(gathered))
+    assert torch.equal(exchanged, pair.view(2, 1).expand_as(exchanged))
+
+
+def _collectives_are_exact():
     groups = [(0,), (1,), (0, 1)]
     mine, whole = ProcessWorld(init_device_mesh("cpu", (2, 2)), groups), LocalWorld((2, 2))
     place = whole.hosted.index(mine.hosted[0])
-    shapes = [(), (1,), (4, 3), (4, 0), (4, 2500), (4, 20000)]
+    shapes = [(), (1,), (4, 3), (4, 0), (4, 2500), (4, 80000)]
     for shape, dtype in itertools.product(
         shapes, [torch.float64, torch.bfloat16, torch.int32, torch.complex128, torch.bool]
     ):
@@ -370,6 +392,7 @@ def collectives():
             where = f"{kind} {rest} of {dtype} {shape}"
             assert found.dtype == expected.dtype == dtype and found.is_contiguous(), where
             assert torch.equal(found, expected), where
+    return mine
 
 
 def lone_parts():

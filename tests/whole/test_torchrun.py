@@ -68,7 +68,7 @@ def test_three_steps_on_a_gpu(torchrun, model, strategy):
             (2, "accumulate checkpoints own_gradients uneven_chunks special:once,dropout,local_inputs,orders,hooks,state"),
             (2, "written as_eager:overlapped programs:parts_of_the_batch,rows_of_the_batch,as_with_other_modules"),
             (2, "trainer:losses pretrained:errors programs:ranks_disagree precision:one_rank_overflows special:lone_parts"),
-            (4, "staged special:collectives,resting"),
+            (4, "staged special:collectives,collectives_between_nodes,resting"),
             (2, "programs observed"),
             (2, "pretrained:round_trip trainer:resume"),
             (2, "special:destroyed"),  # checks how the process ends
