@@ -5,10 +5,11 @@ all_reduce and broadcast: the tensor; all_to_all: one rank's local tensor). Prop
 **lambda_ring** the latency of all hops of a ring except one; **lambda_tree** the latency from a tree's leaves to its root;
 **lambda_levels** the latency of one ring per level, one level after the other; **lambda_pairs** the latency of one message
 to every other rank in turn. In bytes/s: **beta** the bandwidth of one ring across all levels. In seconds per byte:
-**sigma** for gathering level by level; **chi** for exchanging with all ranks. **omega** seconds in addition to the
-messages, 0 unless stated: starting the collective and waiting for the last rank to enter it. `costmodel.Link`
-has a property for each. On one level with latency alpha they
-are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha, (n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
+**sigma** for gathering level by level; **chi** for exchanging with all ranks. In addition to the messages, 0 unless
+stated: **omega** seconds for starting the collective and waiting for the last rank to enter it, and **kappa** seconds per
+byte of the whole tensor for copies, which take as long in a small group as in a large one. `costmodel.Link` has a property
+for each. On one level with latency alpha, those of the messages are (n-1) alpha, ceil(log2 n) alpha, (n-1) alpha,
+(n-1) alpha, beta, (n-1)/n/beta and (n-1)/n/beta.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", IJHPCA
 19(1), 2005 (ring, recursive doubling and halving, pairwise all_to_all, binomial and scatter +
@@ -38,6 +39,7 @@ from .machine.links import Link
 __all__ = [
     "ALGORITHMS",
     "LIBRARIES",
+    "MORE",
     "OF_LINK",
     "SYMBOLS",
     "TRAFFIC",
@@ -55,12 +57,15 @@ n, V, beta = sympy.symbols("n V beta", positive=True)
 lambda_ring, lambda_tree, lambda_levels, lambda_pairs = sympy.symbols(
     "lambda_ring lambda_tree lambda_levels lambda_pairs", nonnegative=True
 )
-sigma, chi, omega = sympy.symbols("sigma chi omega", nonnegative=True)
+sigma, chi, omega, kappa = sympy.symbols("sigma chi omega kappa", nonnegative=True)
 
-SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs, omega)
+SYMBOLS = (n, V, beta, sigma, chi, lambda_ring, lambda_tree, lambda_levels, lambda_pairs, omega, kappa)
 
 #: The symbols in the order of a volume and of `figures`.
 OF_LINK = (V, *(symbol for symbol in SYMBOLS if symbol is not V))
+
+MORE = omega + kappa * V
+"""Seconds of every collective in addition to its algorithm's."""
 
 _TRAFFIC = (n, V)
 
@@ -127,7 +132,7 @@ def expression(kind: str, library: str = "nccl") -> sympy.Expr:
     """
     if library not in LIBRARIES:
         raise ValueError(f"no library is called {library!r}{suggestion(library, LIBRARIES)}")
-    return omega + sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
+    return MORE + sympy.Min(*(e for name, e in _known(ALGORITHMS, kind).items() if name in LIBRARIES[library]))
 
 
 def of_link(kind: str, V: Number, link: Link, library: str = "nccl") -> Number:
@@ -167,6 +172,7 @@ def figures(link: Link) -> tuple[float, ...]:
         link.staged_latency,
         link.exchange_latency,
         link.overhead,
+        link.copying,
     )
 
 

@@ -15,7 +15,17 @@ from .collectives import ALGORITHMS, LIBRARIES, OF_LINK, figures
 from .formula import compile_formula
 from .machine.links import Link
 
-__all__ = ["LinkFit", "ProductFit", "Sample", "fit_link", "fit_parts", "fit_products", "robust", "split_overhead"]
+__all__ = [
+    "LinkFit",
+    "ProductFit",
+    "Sample",
+    "fit_link",
+    "fit_parts",
+    "fit_products",
+    "robust",
+    "split_copying",
+    "split_overhead",
+]
 
 _TO_SIGMA = 1.4826
 """The standard deviation of normal noise over its median absolute deviation."""
@@ -181,6 +191,28 @@ def split_overhead(intercepts: Sequence[float], hops: Sequence[int], steps: Sequ
     if slope == 0:
         return 0.0
     return float(min(max((measured - whole) / slope, 0.0), min(intercepts)))
+
+
+def split_copying(kind: str, ranks: int, bandwidth: float, of_pairs: float) -> tuple[float, float | None]:
+    """Separates the time of a collective's bytes into moving, of which pairs need less, and copying, of which they do not.
+
+    Args:
+        kind: one of `costmodel.COLLECTIVES`.
+        ranks: devices in a group, at least 3.
+        bandwidth: bytes/s fitted to groups of this size, as if nothing was copied.
+        of_pairs: the same, fitted to groups of two.
+
+    Returns:
+        The bandwidth, and the bytes/s of the whole tensor that are copied, with which the formulas give the same time for
+        groups of both sizes; None if groups of two do not take longer than without copying. At most nine tenths of the
+        time are copying.
+    """
+    turns, share = (2 if kind == "all_reduce" else 1), 1 - 1 / ranks
+    seconds, seconds_of_pairs = share / bandwidth, 0.5 / of_pairs
+    moving = max(0.1 * seconds, share * (seconds - seconds_of_pairs) / (share - 0.5))
+    if moving >= seconds:
+        return bandwidth, None
+    return share / moving, 1 / (turns * (seconds - moving))
 
 
 def fit_products(

@@ -19,6 +19,7 @@ _QUANTITIES: Mapping[str, Quantity] = {
     "bandwidth": "bandwidth",
     "latency": "time",
     "overhead": "time",
+    "copying": "bandwidth",
     "point_to_point": "bandwidth",
     "idle_power": "power",
     "busy_power": "power",

@@ -42,7 +42,7 @@ def explain_collective(
     known = collectives.LIBRARIES[topology.library]
     found: list[dict[str, Any]] = []
     for name, formula in collectives.ALGORITHMS[kind].items():
-        whole = formula + collectives.omega if link.overhead else formula
+        whole = formula + collectives.MORE if link.overhead or link.copying else formula
         seconds = float(whole.subs(values, simultaneous=True)) if link.size > 1 else 0.0
         found.append({"algorithm": name, "formula": str(whole), "seconds": seconds, "available": name in known})
     chosen = min((e for e in found if e["available"]), key=lambda e: e["seconds"])

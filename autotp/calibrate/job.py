@@ -25,7 +25,7 @@ from autotp.calibrate.device import DeviceFit, calibrate_device
 from autotp.calibrate.step import StepFit, corrected, fit_steps
 from autotp.errors import AutotpError
 from costmodel import Level, Measured, Topology, collectives
-from costmodel.fit import LinkFit, fit_link, split_overhead
+from costmodel.fit import LinkFit, fit_link, split_copying, split_overhead
 from costmodel.text.numbers import MOST_DEVICES, whole_of
 from passes.world.process import ProcessWorld
 
@@ -34,6 +34,8 @@ __all__ = ["Calibration", "Check", "LevelFit", "calibrate", "shape_of_job"]
 _NOT_SHARED = 1.25
 #: Bytes of a collective whose time is latency alone.
 _SMALL = 4096
+#: The number of sizes, the largest ones, at which pairs are compared with all ranks of a level.
+_LARGEST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class _Job:
         self.progress(f"{level}: {kind}")
 
         def measure(volume: float) -> Timing:
-            return time_collective(self.world, axis, kind, volume, self.effort, self.clock)
+            return self.time(self.world, axis, kind, volume)
 
         timings = time_sizes(measure, self.effort.volumes, self.effort.longest)
         volumes, seconds = [t.volume for t in timings], [t.sample.seconds for t in timings]
@@ -198,7 +200,8 @@ class _Job:
         """The levels with each collective's overhead separated from its latency, which the fit of one level cannot do.
 
         A fit has the time of an empty collective in the groups of one level. Groups of another size show how much of that
-        grows with the hops of a ring: the group of all ranks if there are two levels, else pairs.
+        grows with the hops of a ring: the group of all ranks if there are two levels, else pairs. Pairs also show how much
+        of the time of large tensors is the same in groups of all sizes.
         """
         sizes = [fit[0].link.ranks for fit in fits]
         if not levels or len(levels) == 1 and (sizes[0] < 4 or sizes[0] % 2):
@@ -213,7 +216,7 @@ class _Job:
         measured: list[dict[str, Measured]] = [dict(level.measured) for level in levels]
         for number, kind in enumerate(KINDS):
             self.progress(f"overhead: {kind}")
-            timing = time_collective(other, len(other.mesh_shape) - 1, kind, _SMALL, self.effort, self.clock)
+            timing = self.time(other, len(other.mesh_shape) - 1, kind, _SMALL)
             turns = 2 if kind == "all_reduce" else 1
             crossed = steps
             if kind == "all_to_all" and len(levels) > 1:  # every rank sends to each rank of other nodes
@@ -228,7 +231,16 @@ class _Job:
                 latency = max(0.0, (intercept - overhead) / (turns * h))
                 bandwidth = measured[place][kind].bandwidth
                 measured[place][kind] = Measured(bandwidth, latency, min(overhead, intercept))
+            if len(levels) == 1:
+                large = [self.time(other, 1, kind, v) for v in [t.volume for t in fits[0][number].timings][-_LARGEST:]]
+                volumes, seconds = zip(*((t.volume, t.sample.seconds) for t in (timing, *large)), strict=True)
+                of_pairs = fit_link(kind, 2, volumes, seconds, self.library).bandwidth
+                bandwidth, copying = split_copying(kind, sizes[0], links[0].bandwidth, of_pairs)
+                measured[0][kind] = replace(measured[0][kind], bandwidth=bandwidth, copying=copying)
         return [replace(level, measured=found) for level, found in zip(levels, measured, strict=True)]
+
+    def time(self, world: ProcessWorld, axis: int, kind: str, volume: float) -> Timing:
+        return time_collective(world, axis, kind, volume, self.effort, self.clock)
 
     def concurrency(self, axis: int, together: LevelFit) -> float:
         """How many times longer the largest all_gathers take with all groups at once than with one group alone."""
@@ -251,7 +263,7 @@ class _Job:
                 return float(collectives.of_link(kind, volume, link, self.library))  # type: ignore[arg-type]
 
             for volume in _two([v for v in self.effort.volumes if predict(v) <= self.effort.longest / 2]):
-                timing = time_collective(whole, 0, kind, volume, self.effort, self.clock)
+                timing = self.time(whole, 0, kind, volume)
                 found.append(Check(kind, timing.volume, predict(timing.volume), timing.sample.seconds))
         return tuple(found)
 

@@ -38,7 +38,7 @@ _SIZES = {"cpu": (512, 64, 1, 32, 16), "cuda": (4096, 2048, 2, 64, 16)}
 #: Families that are timed on one mesh axis, and on two; each moves other tensors, or by other collectives.
 _ALONG_ONE = ("data", "megatron-1d", "zero3", "3d")
 _ALONG_TWO = ("megatron-1d", "tensor3d", "summa-2d", "3d")
-_FIGURES = ("bandwidth", "latency", "overhead")  # of `costmodel.Measured`
+_FIGURES = ("bandwidth", "latency", "overhead", "copying")  # of `costmodel.Measured`
 _STEP = 1e-3  # the relative change of a figure that shows how much of a step depends on it
 
 
@@ -187,8 +187,9 @@ def corrected(topology: Topology, factors: Mapping[str, float]) -> Topology:
     for level in topology.levels:
         measured = {}
         for kind, one in level.measured.items():
-            moving, waiting, starting = (factors.get(_part(level, kind, figure), 1.0) for figure in _FIGURES)
-            measured[kind] = Measured(one.bandwidth / moving, one.latency * waiting, one.overhead * starting)
+            moving, waiting, starting, copied = (factors.get(_part(level, kind, figure), 1.0) for figure in _FIGURES)
+            copying = None if one.copying is None else one.copying / copied
+            measured[kind] = Measured(one.bandwidth / moving, one.latency * waiting, one.overhead * starting, copying)
         own = measured.get("all_gather", level)
         levels.append(replace(level, bandwidth=own.bandwidth, latency=own.latency, measured=measured))
     return replace(topology, device=device, levels=tuple(levels))

@@ -96,7 +96,7 @@ def _shown(found: dict[str, Any]) -> Group:
     symbols = Table("symbol", "value", title="symbols", title_justify="left")
     for name, value in found["values"].items():
         unit = _UNITS.get(name, "time" if name.startswith("lambda") or name == "omega" else "")
-        rate = f"{value:.4g} s/B" if name in ("sigma", "chi") else f"{value:g}"
+        rate = f"{value:.4g} s/B" if name in ("sigma", "chi", "kappa") else f"{value:g}"
         symbols.add_row(name, format_quantity(value, unit) if unit else rate)  # type: ignore[arg-type]
     table = Table("algorithm", "seconds =", "", title=f"algorithms ({found['library']})", title_justify="left")
     for entry in found["algorithms"]:

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from .links import Level, Link, Stage
+from .links import Level, Link, Measured, Stage
 from .matrix import ring_bandwidth
 
 __all__ = ["group_link"]
@@ -49,7 +49,8 @@ def group_link(
         else:
             used = ways - 1 if level.direct else members
             bandwidth = level.efficiency * min(level.bandwidth / rings, level.one_link * min(used, level.links))
-        rates = bandwidth, figures.latency, figures.overhead
+        copying = 1 / figures.copying if isinstance(figures, Measured) and figures.copying is not None else 0.0
+        rates = bandwidth, figures.latency, figures.overhead, copying
         own = contention if level.contention is None else level.contention
         stages.append(Stage(level.name, ways, members, steps, *rates, level.shared, own))
     return Link(

@@ -28,16 +28,19 @@ class Measured:
         bandwidth: bytes/s as in `Level.bandwidth`.
         latency: seconds per message.
         overhead: seconds of a collective in addition to its messages: starting it, and waiting for the last rank.
+        copying: bytes/s of the whole tensor in addition to its messages: what takes as long in a small group as in a large
+            one, such as copying between tensors and messages; None if nothing does.
     """
 
     bandwidth: float
     latency: float
     overhead: float = 0.0
+    copying: float | None = None
 
     def __post_init__(self) -> None:
         """Checks the figures."""
         _check(self.bandwidth, self.latency, "measured collective")
-        _check(1.0, self.overhead, "measured collective")
+        _check(1.0 if self.copying is None else self.copying, self.overhead, "measured collective")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,12 @@ class Level:
         matrix = table.quantities("matrix", "bandwidth") if "matrix" in table.data else None
         measured = {}
         for kind, entry in (table.mapping("measured") if "measured" in table.data else {}).items():
-            figures = Table(entry, f"{where}: measured: {shown(kind)}", ("bandwidth", "latency"), ("overhead",))
+            figures = Table(entry, f"{where}: measured: {shown(kind)}", ("bandwidth", "latency"), ("overhead", "copying"))
             measured[kind] = Measured(
                 figures.quantity("bandwidth", "bandwidth", positive=True),
                 figures.quantity("latency", "time"),
                 figures.quantity("overhead", "time") if "overhead" in figures.data else 0.0,
+                figures.quantity("copying", "bandwidth", positive=True) if "copying" in figures.data else None,
             )
         widest = max((rate for row in matrix for rate in row), default=0.0) if matrix else 0.0
         if matrix is not None and not widest and "bandwidth" not in table.data:
@@ -186,6 +190,7 @@ class Stage:
         bandwidth: bytes/s of the ring on this level, after sharing.
         latency: seconds per message.
         overhead: seconds of a collective in addition to its messages.
+        copying: seconds per byte of the whole tensor in addition to its messages.
         shared: whether the group's devices in one group of the level below share its uplink.
         contention: that of the level, or of the device.
     """
@@ -197,6 +202,7 @@ class Stage:
     bandwidth: float
     latency: float
     overhead: float = 0.0
+    copying: float = 0.0
     shared: bool = True
     contention: float = 0.0
 
@@ -227,6 +233,11 @@ class Link:
     def overhead(self) -> float:
         """Seconds of a collective in addition to its messages; 0 unless measured."""
         return max(stage.overhead for stage in self._stages())
+
+    @property
+    def copying(self) -> float:
+        """Seconds per byte of the whole tensor in addition to its messages; 0 unless measured."""
+        return max(stage.copying for stage in self._stages())
 
     @property
     def contention(self) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from costmodel import COLLECTIVES, Device, Level, Link, Measured, Topology, collectives
-from costmodel.fit import fit_link, fit_parts, fit_products, robust
+from costmodel.fit import fit_link, fit_parts, fit_products, robust, split_copying
 from costmodel.text.files import write_atomically
 from costmodel.toml_out import topology_toml
 
@@ -124,7 +124,7 @@ def awkward():
         busy_power=99.5,
         price=0.25,
     )
-    measured = {kind: Measured(1e9 / (3 + k), 1e-5 / (7 + k)) for k, kind in enumerate(COLLECTIVES)}
+    measured = {kind: Measured(1e9 / (3 + k), 1e-5 / (7 + k), copying=1e10 / (7 + k)) for k, kind in enumerate(COLLECTIVES)}
     levels = (
         Level("node", 4, 1e9 / 3, 0.0, links=3, point_to_point=1e8, measured=measured),
         Level("torus", 2, 12e9, 1e-29, direct=True, shared=False),
@@ -201,3 +201,23 @@ def test_measured_figures_price_collectives():
         [collectives.of_link("all_reduce", v, topology.link((4,), (0,), "all_reduce"), "gloo") for v in VOLUMES],
     )
     assert (fit.latency, fit.bandwidth) == (pytest.approx(2e-5), pytest.approx(2e9))
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_pairs_separate_copying_from_moving(kind, ranks):
+    """Both groups of a level take the times of a machine that copies, from which its figures are fitted."""
+    measured = Measured(2e9, 0.0, copying=3e9)
+    topology = dataclasses.replace(
+        Topology.flat(ranks), levels=(Level("node", ranks, 1e9, 1e-5, measured={kind: measured}),), library="gloo"
+    )
+    bandwidths = []
+    for mesh in ((ranks,), (ranks // 2, 2)):
+        link = topology.link(mesh, (len(mesh) - 1,), kind)
+        seconds = [collectives.of_link(kind, volume, link, "gloo") for volume in VOLUMES]
+        bandwidths.append(fit_link(kind, mesh[-1], VOLUMES, seconds).bandwidth)
+    assert split_copying(kind, ranks, *bandwidths) == (pytest.approx(2e9), pytest.approx(3e9))
+    assert split_copying(kind, ranks, 1e9, 1.1e9) == (1e9, None), "pairs take less time than by moving alone"
+    _, most = split_copying(kind, ranks, 1e9, 1e8)
+    turns = 2 if kind == "all_reduce" else 1
+    assert 1 / most == pytest.approx(0.9 * turns * (1 - 1 / ranks) / 1e9), "pairs that take longer than all"
