@@ -17,7 +17,7 @@ from autotp.planner.contest import Contest
 from autotp.planner.describe import Found
 from autotp.planner.folding import apart, folded
 from autotp.planner.ilp import NEVER, Deadline, Expired
-from autotp.planner.least_step import Searched, best_chunks, first_shares, least_step, most_chunks
+from autotp.planner.least_step import Searched, best_chunks, first_shares, least_of_meshes, most_chunks
 from autotp.planner.squeeze import squeeze
 from costmodel import overlap
 from costmodel.overlap import Weights
@@ -139,14 +139,14 @@ def _in_chunks(meshes: Sequence[tuple[int, ...]], outcome: Outcome) -> Outcome:
         return outcome  # with undecided recomputation, the bound holds for chunked plans already
     chunks, shortest = best_chunks(best.priced, contest.deadline, asked)
 
-    def search(weights: Weights) -> Searched:
+    def search(some: Sequence[tuple[int, ...]], limit: float, weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest.anew(weights), limit=shortest.step(hides=True))
-        contest.run(meshes)
+        contest = replace(contest.anew(weights), limit=min(limit, shortest.step(hides=True)))
+        contest.run(some)
         return Searched(contest.best, contest.bound, 0.0)
 
-    depth = contest.candidates.model.depth
-    met, floor = least_step(search, lambda one: one.priced.sums, depth, contest.deadline, options.accumulate, most, _SLIGHT)
+    depth, rest = contest.candidates.model.depth, (options.accumulate, most, _SLIGHT, options.gap)
+    met, floor = least_of_meshes(search, lambda one: one.priced.sums, meshes, depth, contest.deadline, *rest)
     for one in met:
         if one.best is not None and one.best.memory <= contest.allowed:
             cut, found = best_chunks(one.best.priced, contest.deadline, asked)
@@ -229,9 +229,15 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
     # Without chunks, `squeeze` uses the bound found here, so no candidate may be left open with a bound of 0.
     room = contest.allowed if most_chunks(contest.candidates.options) > 1 else math.inf
 
-    def search(weights: Weights) -> Searched:
+    def search(some: Sequence[tuple[int, ...]], limit: float, weights: Weights) -> Searched:
         nonlocal contest
-        contest = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
+        one = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
+        if some is not meshes:
+            one.limit = limit
+            one.run(some)
+            fits = one.best is not None and one.best.memory <= one.allowed
+            return Searched(one.best if fits else None, one.bound, 0.0)
+        contest = one
         contest.run(meshes, room)
         best = contest.best
         fits = best is not None and best.memory <= contest.allowed
@@ -239,10 +245,11 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
         return Searched(None if contest.short else best, contest.bound, 0.0)
 
     if not contest.candidates.options.hides:
-        found = search(EVEN)
+        found = search(meshes, math.inf, EVEN)
         return Outcome(contest, found, found.floor, contest)
     depth, options = contest.candidates.model.depth, contest.candidates.options
-    met, floor = least_step(search, lambda one: one.priced.sums, depth, deadline, options.accumulate)
+    rest = (options.accumulate, 1, 1e-6, options.gap)
+    met, floor = least_of_meshes(search, lambda one: one.priced.sums, meshes, depth, deadline, *rest)
     contest = replace(contest, deadline=deadline)
     return Outcome(contest, met[0], floor, contest)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed.tensor import Replicate
 
@@ -19,7 +21,17 @@ from costmodel.overlap import Weights
 from passes.sharding.chunk import CHUNKS, Chunked, in_chunks
 from passes.sharding.shard import Sharding
 
-__all__ = ["Searched", "best_chunks", "chunked", "first_shares", "in_parts", "least_step", "most_chunks", "sharding_of"]
+__all__ = [
+    "Searched",
+    "best_chunks",
+    "chunked",
+    "first_shares",
+    "in_parts",
+    "least_of_meshes",
+    "least_step",
+    "most_chunks",
+    "sharding_of",
+]
 
 _ROUNDS = 8
 _COUNTS = (2, 4)  # the numbers of chunks to try
@@ -85,6 +97,51 @@ def least_step(
         shares = following.shares
     met.sort(key=lambda each: each[0].step(hides=True))
     return [found for _, found in met], min(floor, met[0][0].step(hides=True))
+
+
+def least_of_meshes(
+    search: Callable[[Sequence[tuple[int, ...]], float, Weights], Searched],
+    sums: Callable[[Found], Sums],
+    meshes: Sequence[tuple[int, ...]],
+    depth: int,
+    deadline: Deadline,
+    accumulate: int = 1,
+    chunks: int = 1,
+    gap: float = 1e-6,
+    enough: float = 0.0,
+) -> tuple[list[Searched], float]:
+    """Searches for the shortest step of all meshes together (`least_step`) and, if a gap remains, of one after the other.
+
+    The weights that prove most for one mesh prove less for another one, and a mixture of plans of both is no plan.
+
+    Args:
+        search: minimizes a weighted sum over all plans of some meshes, of which only those below a limit are of interest.
+        sums, depth, deadline, accumulate, chunks, gap: as for `least_step`.
+        meshes: to search.
+        enough: relative; the largest gap at which meshes are not searched one after the other.
+
+    Returns:
+        As `least_step`.
+    """
+
+    def step(found: Searched) -> float:
+        return math.inf if found.best is None else sums(found.best).at_least(chunks).step(hides=True)
+
+    met, floor = least_step(partial(search, meshes, math.inf), sums, depth, deadline, accumulate, chunks, gap)
+    floors = []
+    for mesh in meshes if len(meshes) > 1 and met[0].best is not None else ():
+        limit = step(met[0])
+        if floor >= limit * (1 - enough):
+            break
+        try:
+            found, own = least_step(partial(search, [mesh], limit), sums, depth, deadline, accumulate, chunks, gap)
+        except TimeoutError:
+            break
+        met = sorted([*met, *(one for one in found if one.best is not None)], key=step)
+        floors.append(max(floor, own))
+    if len(floors) == len(meshes):
+        floor = min(*floors, step(met[0]))
+    return met, floor
 
 
 def first_shares(accumulate: int) -> Shares:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from autotp.costs.prices import Prices
 from autotp.planner import contest, fitting, plan_captured, prepare
 from autotp.planner.assemble import assemble
 from autotp.planner.describe import Found
-from autotp.planner.ilp import Deadline, evaluate, solve
-from autotp.planner.least_step import best_chunks, chunked, in_parts
+from autotp.planner.ilp import NEVER, Deadline, evaluate, solve
+from autotp.planner.least_step import Searched, best_chunks, chunked, in_parts, least_of_meshes, least_step
 from autotp.planner.structure import structure
 from autotp.plans.families import family
 from autotp.plans.options import Options
@@ -205,16 +206,57 @@ def test_plans_in_chunks_are_searched_for_by_themselves(monkeypatch):
     """Chunked plans are searched after those without chunks under any limit: shares of the time must not prevent it."""
     searches = []
 
-    def least_step(*args):
+    def least_of_meshes(*args):
         searches.append(args)
         return original(*args)
 
-    original = fitting.least_step
-    monkeypatch.setattr(fitting, "least_step", least_step)
+    original = fitting.least_of_meshes
+    monkeypatch.setattr(fitting, "least_of_meshes", least_of_meshes)
     model, args = products(2, 64, 4, 8, 16)
     topology = autotp.Topology.flat(4, bandwidth=1e9)
     autotp.plan(model, topology, args, strategy="megatron-1d", mesh=(4,), panels=1, schedule="overlap")
     assert len(searches) == 2
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The seconds of a step of one pass: of the devices, and of the network."""
+
+    devices: float
+    network: float
+
+    @property
+    def sides(self):
+        return ((self.devices, self.network),)
+
+    def at_least(self, chunks):
+        return self
+
+    def step(self, hides):
+        return max(self.devices, self.network)
+
+
+def test_meshes_are_searched_one_after_the_other_if_a_gap_remains(monkeypatch):
+    """At the weights at which the bound of both meshes is greatest, neither has its own best plan."""
+    plans = {(4,): [Sides(10.0, 4.0)], (2, 2): [Sides(4.0, 10.0), Sides(9.0, 8.0)]}
+    monkeypatch.setattr(overlap, "weights", lambda shares, *_: shares[0])
+    asked = []
+
+    def search(meshes, limit, shares):
+        asked.append(list(meshes))
+        every = [plan for mesh in meshes for plan in plans[mesh]]
+        costs = [sum(share * side for share, side in zip(shares, plan.sides[0], strict=False)) for plan in every]
+        least = min(costs)
+        return Searched(every[costs.index(least)] if least < limit else None, min(least, limit), 0.0)
+
+    together, bound = least_step(partial(search, list(plans), math.inf), lambda each: each, 1, NEVER)
+    assert (together[0].best.step(hides=True), bound) == (10.0, pytest.approx(7.0))
+    found, floor = least_of_meshes(search, lambda each: each, list(plans), 1, NEVER)
+    assert found[0].best == Sides(9.0, 8.0)
+    assert floor == pytest.approx(4 * 2 / 7 + 10 * 5 / 7), "the bound of the second mesh by itself"
+    asked.clear()
+    least_of_meshes(search, lambda each: each, list(plans), 1, NEVER, enough=0.35)
+    assert all(len(meshes) == 2 for meshes in asked), "a gap of 30 % is small enough"
 
 
 def test_the_best_plan_is_that_if_it_fits_though_the_first_choice_does_not(monkeypatch):
