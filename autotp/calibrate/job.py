@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autotp.calibrate.collectives import FULL, KINDS, QUICK, Clock, Effort, Timing, time_collective, time_sizes
 from autotp.calibrate.contention import time_contention
 from autotp.calibrate.device import DeviceFit, calibrate_device
-from autotp.calibrate.step import StepFit, corrected, fit_steps
+from autotp.calibrate.step import StepFit, fit_steps
 from autotp.errors import AutotpError
 from costmodel import Level, Measured, Topology, collectives
 from costmodel.fit import LinkFit, fit_link, split_copying, split_overhead
@@ -96,8 +96,7 @@ class Calibration:
         device: the fit of the device's figures.
         concurrency: how many times longer an all_gather between the nodes takes if all ranks take part than if one rank of
             each node does; None if nodes have one rank, or there is one node.
-        steps: how much longer the parts of a step take than by themselves; the topology's rates are the fitted ones,
-            divided by its factors.
+        steps: how much longer the parts of a step take than by themselves, and the topology as steps reach it.
     """
 
     topology: Topology
@@ -184,7 +183,7 @@ class _Job:
         topology = Topology(name, device, tuple(levels) or (Level("node", 1, device.memory_bandwidth, 0.0),), self.library)
         checks = self.checks(topology) if len(levels) > 1 else ()
         steps = fit_steps(topology, self.shape, self.clock, self.effort, self.progress)
-        return Calibration(corrected(topology, steps.factors), tuple(fits), checks, device_fit, concurrency, steps)
+        return Calibration(steps.topology, tuple(fits), checks, device_fit, concurrency, steps)
 
     def fit(self, level: str, axis: int, kind: str) -> LevelFit:
         self.progress(f"{level}: {kind}")

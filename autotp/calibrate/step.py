@@ -5,7 +5,8 @@ different times, and Python runs in between: kernels take longer than by themsel
 small transformer and of a small convolutional network are timed under plans of different families, and without a plan, on
 every rank by itself. The predicted time of each is a sum of parts: of launches, of every kind of operator, and of every
 figure of every collective on every level. A factor for each part is fitted to all steps together
-(`costmodel.fit.fit_parts`).
+(`costmodel.fit.fit_parts`). Last, the contention of every level is fitted to steps that overlap communication with
+computation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +31,7 @@ from costmodel import KINDS, Level, Measured, Topology
 from costmodel.fit import fit_parts
 from passes.capture import Captured, capture
 
-__all__ = ["StepFit", "corrected", "fit_steps", "parts_of"]
+__all__ = ["StepFit", "TimedStep", "contended", "corrected", "fit_steps", "parts_of"]
 
 #: Width, tokens of a sequence, and blocks of the transformer; width and height of an image; sequences and images; on a CPU
 #: core and on a GPU. The convolutional network begins with an eighth as many channels.
@@ -38,8 +39,13 @@ _SIZES = {"cpu": (512, 64, 1, 32, 16), "cuda": (4096, 2048, 2, 64, 16)}
 #: Families that are timed on one mesh axis, and on two; each moves other tensors, or by other collectives.
 _ALONG_ONE = ("data", "megatron-1d", "zero3", "3d")
 _ALONG_TWO = ("megatron-1d", "tensor3d", "summa-2d", "3d")
+_OVERLAPPED = ("data", "zero3", "megatron-1d", "3d")  # are timed with overlap, too
 _FIGURES = ("bandwidth", "latency", "overhead", "copying")  # of `costmodel.Measured`
 _STEP = 1e-3  # the relative change of a figure that shows how much of a step depends on it
+#: The error of one step's time, and of a contention that is measured by itself, in units of which both are fitted.
+_ERROR, _DEVIATION = 0.05, 0.3
+#: The distances of the contentions that are tried, first from 0 to 1, then around the best one.
+_COARSE, _FINE = 0.2, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +53,15 @@ class StepFit:
     """How long steps take, compared with the sum of their parts.
 
     Attributes:
+        topology: the topology as a step reaches it: with the factors, and with the contention of each level that overlapped
+            steps show.
         factors: part -> how many times as long it takes in a step as by itself. A part is a kind of operator (one of
             `costmodel.KINDS`), ``"launch"``, or a figure of a collective on a level: ``"network all_gather latency"``.
-        before: reference model and plan -> predicted over measured seconds, minus 1.
-        errors: the same, with the factors.
+        before: reference model and plan -> predicted over measured seconds, minus 1, without the factors.
+        errors: the same, on ``topology``.
     """
 
+    topology: Topology
     factors: Mapping[str, float]
     before: Mapping[str, float]
     errors: Mapping[str, float]
@@ -117,13 +126,11 @@ def fit_steps(
         effort: how long to measure.
         progress: called with a description of every stage.
     """
-    predicted, measured, parts = {}, {}, []
+    steps: dict[str, TimedStep] = {}
 
     def compare(label: str, captured: Captured, plan: Plan, module: nn.Module, batch: Tensor) -> None:
         progress(f"steps: {label}")
-        measured[label] = _seconds(module, batch, clock, effort)
-        predicted[label] = plan.predicted.passes_seconds
-        parts.append(parts_of(captured, plan))
+        steps[label] = TimedStep(captured, plan, _seconds(module, batch, clock, effort))
 
     ranks = math.prod(shape)
     for name, model, batch in _references(clock.device, ranks):
@@ -132,26 +139,73 @@ def fit_steps(
         alone = plan_captured(captured, topology.resized(1), Options(schedule="none"))
         compare(f"{name} alone", captured, alone, model, own)
         captured, seen = capture(model, (batch,), None), set()
-        for family, mesh in _families(shape):
-            plan = plan_captured(captured, topology, Options(family, mesh=mesh, panels=1, schedule="none"))
-            if plan.hash not in seen:
-                seen.add(plan.hash)
-                parallel = parallelize(model, topology, (batch,), plan=plan, schedule="none")
-                compare(f"{name} {family} {'x'.join(map(str, mesh))}", captured, plan, parallel, batch)
-    factors, errors = fit_parts([list(one.values()) for one in parts], list(measured.values()))
-    before = {label: predicted[label] / seconds - 1 for label, seconds in measured.items()}
-    return StepFit(dict(zip(parts[0], factors, strict=True)), before, dict(zip(measured, errors, strict=True)))
+        for family, mesh, schedule in _families(shape):
+            plan = plan_captured(captured, topology, Options(family, mesh=mesh, panels=1, schedule=schedule))
+            if (plan.hash, schedule) not in seen:
+                seen.add((plan.hash, schedule))
+                parallel = parallelize(model, topology, (batch,), plan=plan, schedule=schedule)
+                label = f"{name} {family} {'x'.join(map(str, mesh))}{', overlap' if schedule == 'overlap' else ''}"
+                compare(label, captured, plan, parallel, batch)
+    serial = [step for step in steps.values() if step.plan.schedule == "none"]
+    parts = [parts_of(step.captured, step.plan) for step in serial]
+    factors, _ = fit_parts([list(one.values()) for one in parts], [step.seconds for step in serial])
+    found = dict(zip(parts[0], factors, strict=True))
+    overlapped = [step for step in steps.values() if step.plan.schedule != "none"]
+    reached = corrected(topology, found)
+    for place in range(len(topology.levels) if overlapped else 0):
+        reached = contended(reached, place, overlapped)
+    before = {label: step.error(topology) for label, step in steps.items()}
+    return StepFit(reached, found, before, {label: step.error(reached) for label, step in steps.items()})
 
 
-def _families(shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...]]]:
-    """The families and meshes to time: with all ranks on one axis, and on two: nodes, or as even as they divide."""
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step of a plan, and the seconds that it takes."""
+
+    captured: Captured
+    plan: Plan
+    seconds: float
+
+    def error(self, topology: Topology) -> float:
+        """Its predicted seconds on a topology over the measured ones, minus 1."""
+        topology = topology.resized(self.plan.topology.devices)
+        return repriced(self.captured, self.plan, topology).predicted.passes_seconds / self.seconds - 1
+
+
+def contended(topology: Topology, place: int, steps: Sequence[TimedStep]) -> Topology:
+    """The topology with the contention of one level with which overlapped steps are predicted best.
+
+    If they do not depend on it, it stays as it is.
+    """
+    level = topology.levels[place]
+    own = topology.device.contention if level.contention is None else level.contention
+    tried: dict[float, float] = {}  # contention -> the squared deviations from what is measured
+
+    def other(contention: float) -> Topology:
+        levels = list(topology.levels)
+        levels[place] = replace(level, contention=contention)
+        return replace(topology, levels=tuple(levels))
+
+    def best(contentions: Iterable[float]) -> float:
+        for one in {min(1.0, max(0.0, each)) for each in contentions} - tried.keys():
+            errors = [math.log1p(step.error(other(one))) for step in steps]
+            tried[one] = sum((error / _ERROR) ** 2 for error in errors) + ((one - own) / _DEVIATION) ** 2
+        return min(tried, key=tried.__getitem__)
+
+    around = best((own, *(number * _COARSE for number in range(round(1 / _COARSE) + 1))))
+    return other(best(around + number * _FINE for number in range(-3, 4)))
+
+
+def _families(shape: tuple[int, int]) -> list[tuple[str, tuple[int, ...], str]]:
+    """The families, meshes and schedules to time: all ranks on one axis, and on two: nodes, or as even as they divide."""
     ranks = math.prod(shape)
     if ranks == 1:
         return []
     inner = max(ways for ways in range(1, math.isqrt(ranks) + 1) if ranks % ways == 0)
     two = shape if min(shape) > 1 else (inner, ranks // inner)
     found: list[tuple[str, tuple[int, ...]]] = [(name, (ranks,)) for name in _ALONG_ONE]
-    return found + ([(name, two) for name in _ALONG_TWO] if min(two) > 1 else [])
+    found += [(name, two) for name in _ALONG_TWO] if min(two) > 1 else []
+    return [(*one, "none") for one in found] + [(*one, "overlap") for one in found if one[0] in _OVERLAPPED]
 
 
 def _seconds(module: nn.Module, batch: Tensor, clock: Clock, effort: Effort) -> float:

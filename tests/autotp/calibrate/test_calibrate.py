@@ -14,7 +14,7 @@ from autotp.analysis.reprice import repriced
 from autotp.calibrate import calibrate, shape_of_job
 from autotp.calibrate.collectives import FULL, KINDS, QUICK, Timing, job, time_sizes
 from autotp.calibrate.kernels import operators, product_sizes
-from autotp.calibrate.step import corrected, parts_of
+from autotp.calibrate.step import TimedStep, contended, corrected, parts_of
 from autotp.cli import main
 from autotp.errors import AutotpError
 from autotp.planner import plan_captured
@@ -220,7 +220,7 @@ def test_products_are_of_every_orientation():
 
 @pytest.mark.parametrize("family", ["zero3", "megatron-1d"])
 def test_a_step_is_the_sum_of_its_parts(family):
-    measured = {kind: Measured(1e9 * (1 + at), 1e-5 * (1 + at), 3e-5) for at, kind in enumerate(KINDS)}
+    measured = {kind: Measured(1e9 * (1 + at), 1e-5 * (1 + at), 3e-5, 2e9) for at, kind in enumerate(KINDS)}
     levels = tuple(Level(name, 2, 1e9, 1e-5, measured=measured) for name in ("node", "network"))
     topology = dataclasses.replace(Topology.load("cpu"), levels=levels)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -231,3 +231,22 @@ def test_a_step_is_the_sum_of_its_parts(family):
     factors = {part: 1 + 0.1 * at for at, part in enumerate(parts)}
     again = repriced(captured, plan, corrected(topology, factors)).predicted.passes_seconds
     assert again - seconds == pytest.approx(sum((factors[part] - 1) * parts[part] for part in parts), rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.35, 1.0])
+def test_overlapped_steps_show_the_contention_of_a_level(share):
+    def machine(contention):
+        network = Level("network", 2, 4e8, 1e-5, contention=contention)
+        return dataclasses.replace(Topology.load("cpu"), levels=(Level("node", 2, 1e10, 1e-6, contention=0.5), network))
+
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    captured = capture(model, (torch.randn(1024, 512),), None)
+    steps = []
+    for schedule in ("overlap", "none"):
+        plan = plan_captured(captured, machine(0.6), Options("zero3", mesh=(4,), panels=1, schedule=schedule))
+        steps.append(TimedStep(captured, plan, repriced(captured, plan, machine(share)).predicted.passes_seconds))
+    overlapped, serial = steps
+    found = contended(machine(0.6), 1, [overlapped] * 32)
+    assert found.levels[1].contention == pytest.approx(share, abs=0.051) and found.levels[0].contention == 0.5
+    assert overlapped.error(found) == pytest.approx(0.0, abs=0.02)
+    assert contended(machine(0.6), 1, [serial]) == machine(0.6), "it does not depend on it"
