@@ -35,6 +35,7 @@ __all__ = [
 
 _ROUNDS = 8
 _COUNTS = (2, 4)  # the numbers of chunks to try
+_LEAST = 5.0  # seconds for the search of one mesh after the other, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ def least_of_meshes(
         search: minimizes a weighted sum over all plans of some meshes, of which only those below a limit are of interest.
         sums, depth, deadline, accumulate, chunks, gap: as for `least_step`.
         meshes: to search.
-        enough: relative; the largest gap at which meshes are not searched one after the other.
+        enough: relative; the largest gap at which meshes are not searched one after the other. That takes about as long as
+            the search of all together, or some seconds.
 
     Returns:
         As `least_step`.
@@ -127,14 +129,15 @@ def least_of_meshes(
     def step(found: Searched) -> float:
         return math.inf if found.best is None else sums(found.best).at_least(chunks).step(hides=True)
 
+    begun = deadline.clock()
     met, floor = least_step(partial(search, meshes, math.inf), sums, depth, deadline, accumulate, chunks, gap)
-    floors = []
+    until, floors = deadline.within(max(_LEAST, deadline.clock() - begun)), []
     for mesh in meshes if len(meshes) > 1 and met[0].best is not None else ():
         limit = step(met[0])
-        if floor >= limit * (1 - enough):
+        if floor >= limit * (1 - enough) or until.over:
             break
         try:
-            found, own = least_step(partial(search, [mesh], limit), sums, depth, deadline, accumulate, chunks, gap)
+            found, own = least_step(partial(search, [mesh], limit), sums, depth, until, accumulate, chunks, gap)
         except TimeoutError:
             break
         met = sorted([*met, *(one for one in found if one.best is not None)], key=step)
