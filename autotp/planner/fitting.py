@@ -231,18 +231,14 @@ def _searched(contest: Contest, meshes: Sequence[tuple[int, ...]]) -> Outcome:
 
     def search(some: Sequence[tuple[int, ...]], limit: float, weights: Weights) -> Searched:
         nonlocal contest
-        one = replace(contest, deadline=deadline.part(_ROUND)).anew(weights)
-        if some is not meshes:
-            one.limit = limit
-            one.run(some)
-            fits = one.best is not None and one.best.memory <= one.allowed
-            return Searched(one.best if fits else None, one.bound, 0.0)
-        contest = one
-        contest.run(meshes, room)
-        best = contest.best
-        fits = best is not None and best.memory <= contest.allowed
-        contest.short = not fits or (contest.short and bool(contest.open))  # a best plan that fits is enough
-        return Searched(None if contest.short else best, contest.bound, 0.0)
+        one = replace(contest, deadline=deadline.part(_ROUND), limit=limit).anew(weights)
+        one.run(some, room if some is meshes else math.inf)
+        fits = one.best is not None and one.best.memory <= one.allowed
+        if some is meshes:
+            contest = one
+            contest.short = not fits or (one.short and bool(one.open))  # a best plan that fits is enough
+            fits = not contest.short
+        return Searched(one.best if fits else None, one.bound, 0.0)
 
     if not contest.candidates.options.hides:
         found = search(meshes, math.inf, EVEN)

@@ -68,21 +68,22 @@ class _Messages:
     follows: a wait for this one can be interrupted and resumed, and when it has ended, all members have sent theirs.
 
     Args:
-        received: the rows of ``result`` and of ``sent`` for each member; this member's own row is copied.
-        sent: see ``received``.
-        group: the group, with as many members as there are rows.
+        result: has a row for each member of the group, which is received from it; this member's own row is copied.
+        sent: has a row for each member, which is sent to it.
+        group: the group.
+        async_op: always true, as of a collective in progress.
     """
 
-    def __init__(self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        own, members = dist.get_rank(group), len(received)
+    def __init__(self, result: Tensor, sent: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> None:
+        own, members = dist.get_rank(group), len(result)
         others = [(own + distance) % members for distance in range(1, members)]
-        receives = [dist.irecv(received[other], group=group, group_src=other) for other in reversed(others)]
+        receives = [dist.irecv(result[other], group=group, group_src=other) for other in reversed(others)]
         sends = [dist.isend(sent[other], group=group, group_dst=other) for other in others]
         self._messages: list[Any] = [*receives, *sends]
         flags = torch.zeros(members, dtype=torch.uint8)
-        self._last = dist.all_to_all_single(flags.clone(), flags, group=group, async_op=True)
+        self._last = dist.all_to_all_single(flags.clone(), flags, group=group, async_op=async_op)
         with torch.no_grad():
-            received[own].copy_(sent[own])
+            result[own].copy_(sent[own])
 
     def wait(self, *timeout: timedelta) -> None:
         self._last.wait(*timeout)
@@ -125,13 +126,14 @@ class ProcessWorld(World):
 
     def join(self, groups: Iterable[tuple[int, ...]]) -> None:
         """See ``World.join``. All processes must join the same groups."""
+        local = _ranks_of_node()
         for axes in sorted(set(groups) - self._process_groups.keys()):
             group = self._process_groups[axes] = self._make_group(axes)
             with suppress(RuntimeError):  # torch's fake process group has no time limit
                 group.set_timeout(time_limit())
             if dist.get_backend(group) == "gloo":
                 self.sliced.add(axes)
-                if len({rank // _ranks_of_node() for rank in dist.get_process_group_ranks(group)}) > 1:
+                if len({rank // local for rank in dist.get_process_group_ranks(group)}) > 1:
                     self._across.add(axes)
 
     def _make_group(self, axes: tuple[int, ...]) -> dist.ProcessGroup:
@@ -174,7 +176,7 @@ class ProcessWorld(World):
         result = part.new_empty((members, *part.shape))
         whole = result.view(parts[0].dtype)
         if members == 2 and self._single_messages(result, (axis,)):  # in larger groups, gloo's ring is as fast
-            return self._begun("all_gather", (axis,), whole, part, _messages, result, part.expand_as(result))
+            return self._begun("all_gather", (axis,), whole, part, _Messages, result, part.expand_as(result))
         return self._begun("all_gather", (axis,), whole, part, all_gather_single, result.view(-1), part.view(-1))
 
     def reduce_scatter(self, parts: Sequence[Tensor], axis: int) -> Pending:
@@ -194,7 +196,7 @@ class ProcessWorld(World):
         result = torch.empty_like(part)
         whole = result.view(parts.dtype)
         if self._single_messages(result, axes):
-            return self._begun("all_to_all", axes, whole, part, _messages, result, part)
+            return self._begun("all_to_all", axes, whole, part, _Messages, result, part)
         return self._begun("all_to_all", axes, whole, part, dist.all_to_all_single, result.view(-1), part.view(-1))
 
     def _begun(
@@ -223,11 +225,6 @@ class ProcessWorld(World):
         """Whether to gather the group's tensors by pairwise exchange, instead of gloo's ring."""
         group = self._process_groups[axes]
         return axes in self.sliced and (group.size() - 1) * part.nbytes <= _PAIRWISE
-
-
-def _messages(result: Tensor, sent: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _Messages:
-    """Sends every member of a group its row of ``sent``, and receives its row of ``result`` from each."""
-    return _Messages(result.unbind(), sent.unbind(), group)
 
 
 def _ranks_of_node() -> int:
